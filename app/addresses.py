@@ -1,4 +1,4 @@
-"""Addresses of inference servers, as operators give them."""
+"""Validation of the addresses of inference servers."""
 
 import socket
 from urllib.parse import urlsplit
@@ -12,7 +12,10 @@ _INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001
 
 
 def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
-    """Raises InvalidRequest unless a request can be sent there.  No credentials: a URL is shown and logged."""
+    """Check that requests can be sent to a URL.  It must have no credentials: URLs are shown and logged.
+
+    Raises InvalidRequest.
+    """
     try:
         parse_endpoint(endpoint)
     except ValueError:
@@ -20,13 +23,13 @@ def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
     parts = urlsplit(endpoint)
     if parts.username is not None or parts.password is not None:
         raise InvalidRequest(field, f"{field} must hold no user or password")
-    if parts.port == 0 or any(ord(sign) <= 32 or ord(sign) > 126 or sign == "\\" for sign in endpoint):
+    if parts.port == 0 or any(ord(char) <= 32 or ord(char) > 126 or char == "\\" for char in endpoint):
         raise InvalidRequest(field, _INVALID_ENDPOINT.format(field))
     _check_host(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), field)
 
 
 def _check_host(host: str, port: int, field: str) -> None:
-    """Raises InvalidRequest for addresses at which no inference server can stand."""
+    """Refuse addresses that no inference server can have.  Raises InvalidRequest."""
     address = parse_host_address(host)
     is_special = address is not None and (address.is_link_local or address.is_multicast or address.is_unspecified)
     if is_special or is_metadata_host(host):

@@ -37,31 +37,31 @@ class AppSettings(Settings):
     session_s: int = Field(43_200, ge=60, le=30 * 86_400)
     """How long a log-in to the page is valid; removing its key ends it at once."""
     max_body_bytes: int = Field(2 << 20, gt=0)
-    """Largest body of a request."""
+    """Largest body of a request, in bytes."""
     max_batch_bytes: int = Field(16 << 20, gt=0)
-    """Largest body of a batch."""
+    """Largest body of a batch, in bytes."""
     max_push_bytes: int = Field(16 << 20, gt=0)
-    """Largest result that a server may push."""
+    """Largest result that a server may push, in bytes."""
     web_threads: int = Field(16, ge=1, le=2000)
     """Threads of one process that process requests; with keys, one tenant may have a quarter of them."""
     max_waiting_requests: int = Field(1024, ge=0, le=100_000)
     """Requests of one process that may wait for a job to end; with keys, one tenant may have half of them."""
     max_streams: int = Field(1024, ge=0, le=100_000)
-    """Streams of events that one process may have open."""
+    """Event streams that one process may have open."""
     max_tenant_streams: int = Field(256, ge=0, le=100_000)
-    """With keys: streams that one tenant may have open."""
+    """With keys: event streams that one tenant may have open."""
     max_connections: int = Field(4096, ge=16, le=100_000)
-    """Connections of one process; beyond this limit it closes the one that was silent for longest."""
+    """Connections of one process; beyond this limit it closes the connection that was idle for longest."""
     max_buffered_bytes: int = Field(256 << 20, ge=32 << 20)
-    """Bodies and responses that one process may hold; those of one key, or of one address, may be a quarter."""
+    """Bytes of bodies and responses that one process may hold in memory; one key or one address may have a quarter."""
     head_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a request's head may take, and how long a new connection may send nothing."""
     keep_alive_s: int = Field(30, ge=1, le=3600)
-    """How long a connection is kept between two requests."""
+    """How long a connection may be idle between two requests."""
     body_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a body may take, plus a second for each SLOTKEEPER_BODY_MIN_RATE bytes that have arrived; then 408."""
     body_min_rate: int = Field(32 << 10, gt=0)
-    """Lowest rate at which a client must send a body, or read a response."""
+    """Lowest rate, in bytes per second, at which a client must send a body or read a response."""
     send_timeout_s: float = Field(10.0, gt=0, le=300)
     """How long a client may read nothing of its response."""
 
@@ -72,15 +72,15 @@ class AppSettings(Settings):
 
     @cached_property
     def proxies(self) -> tuple[IPv4Network | IPv6Network, ...]:
-        """Raises ValueError."""
-        return tuple(ip_network(one.strip()) for one in self.trusted_proxies.split(",") if one.strip())
+        """Return the networks of the trusted proxies.  Raises ValueError."""
+        return tuple(ip_network(part.strip()) for part in self.trusted_proxies.split(",") if part.strip())
 
     def is_trusted_proxy(self, address: str) -> bool:
-        """Whether a trusted proxy has this address."""
+        """Return whether a trusted proxy has this address."""
         return any(ip_address(address) in network for network in self.proxies)
 
     def check_exposure(self) -> None:
-        """Raises InvalidSetting if the settings would open the API to the network without keys."""
+        """Check that the API is not open to the network without keys.  Raises InvalidSetting."""
         try:
             _ = self.proxies
         except ValueError as error:
@@ -97,7 +97,7 @@ class AppSettings(Settings):
             )
 
     def check_tls(self) -> None:
-        """Raises InvalidSetting if the certificate or its key cannot be used."""
+        """Check that the certificate and its key can be used.  Raises InvalidSetting."""
         if not self.tls_certificate:
             return
         for variable, path in (("TLS_CERTIFICATE", self.tls_certificate), ("TLS_KEY", self.tls_key)):
@@ -133,7 +133,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "Sinks of events": EventSettings,
     "`slotkeeper up`": UpSettings,
 }
-"""All classes of settings, by the titles of their chapters."""
+"""All classes of settings, by the titles of their sections in the documentation."""
 
 
 def local_api_url(settings: AppSettings) -> str:
@@ -145,7 +145,7 @@ def local_api_url(settings: AppSettings) -> str:
 
 @lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
-    """Whether this name or address always refers to this machine."""
+    """Return whether this name or address always refers to this machine."""
     name = host.lower().strip("[]")
     if name == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""What views of one process share: made once, when the application is."""
+"""The objects that the views of an application share."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -14,7 +14,7 @@ _EXTENSION = "slotkeeper"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The use cases, and what the door keeps beside them."""
+    """The use cases, the settings, and the readiness of the process."""
 
     dispatcher: Dispatcher
     settings: AppSettings
@@ -26,17 +26,17 @@ def set_context(app_extensions: dict[str, object], context: Context) -> None:
 
 
 def context() -> Context:
-    """Of the application that answers this request."""
+    """Return the context of the application of this request."""
     return cast(Context, application().extensions[_EXTENSION])
 
 
 def application() -> Flask:
-    """The application itself: through Flask's proxy each look at it would find it anew, and its attribute by name."""
+    """Return the application itself.  Flask's proxy would look it up again at each access to an attribute."""
     return cast(Flask, current_app._get_current_object())  # type: ignore[attr-defined]
 
 
-def asked() -> Request:
-    """The request itself, for the same reason."""
+def current_request() -> Request:
+    """Return the request itself, for the same reason."""
     return cast(Request, request._get_current_object())  # type: ignore[attr-defined]
 
 

@@ -86,9 +86,9 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 def create_app(settings: AppSettings | None = None) -> Flask:
-    """The API of one process.  Nothing is connected before the first request, but for a look at the secret in Redis.
+    """Return the API of one process.  Before the first request it only connects to Redis, to compare the secret.
 
-    Raises ValueError where the settings would serve the network without keys.
+    Raises ValueError if the settings would open the API to the network without keys.
     """
     settings = settings or AppSettings()
     settings.check_exposure()
@@ -98,7 +98,7 @@ def create_app(settings: AppSettings | None = None) -> Flask:
 
 
 def create_routes() -> Flask:
-    """All views and what stands before them, which no setting changes."""
+    """Return an application with all views and their before_request functions, which depend on no setting."""
     app = openapi.new_app(package_version())
     problems.register_error_handlers(app)
     for body in _BODIES:
@@ -114,7 +114,7 @@ def create_routes() -> Flask:
 
 
 def configure(app: Flask, settings: AppSettings) -> None:
-    """Give `app` its settings, and what its views share."""
+    """Give `app` its settings, and the objects that its views share."""
     startup.prepare()
     dispatcher = services.dispatcher()
     app.extensions["slotkeeper_version"] = package_version()

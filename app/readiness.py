@@ -1,7 +1,7 @@
-"""Whether this process can do its work, part by part.  None: yes; else a sentence for people.
+"""Probes of the parts that this process needs.  A probe returns None, or a sentence that names the problem.
 
-Anybody may ask, so the sentences name no addresses; the log has the rest.  One looks for all who ask at about the same
-time: a flood of questions must be no flood of looks, each of which takes a connection to the broker.
+Each client may read the sentences, so they have no addresses; those are in the log.  Concurrent requests share one
+result: each probe of the broker opens a connection, so many requests must not cause many probes.
 """
 
 import threading
@@ -21,23 +21,21 @@ from slotkeeper.errors import SlotkeeperError
 from slotkeeper.redis.connections import explain_refused_writes, explain_unsuitable
 from tasks import liveness
 from tasks.celery_app import celery
-from tasks.services import catalog, processes, scripts
-from tasks.services import database as record
+from tasks.services import catalog, database, processes, scripts
 
 log = structlog.get_logger(__name__)
 
 _BROKER_TIMEOUT_S = 2
-# A schema that was right once stays right while this process runs.
-_checked_urls: set[str] = set()
+_checked_urls: set[str] = set()  # A schema that is current stays so while this process runs.
 
 
 def probe_database() -> str | None:
-    """It answers, has the schema that this release needs, and takes writes."""
+    """Check that the database answers, has the schema of this release, and accepts writes."""
     try:
         catalog().get_version()
-        if (problem := _schema_problem(record().url)) is not None:
+        if (problem := _schema_problem(database().url)) is not None:
             return problem
-        record().check_writable()
+        database().check_writable()
     except SlotkeeperError as error:
         log.warning("database_away", error=error.detail)
         if (refusal := explain_refusal(error)) is not None:
@@ -47,7 +45,7 @@ def probe_database() -> str | None:
 
 
 def probe_redis() -> str | None:
-    """It answers, is a single Redis, throws nothing away, and takes writes."""
+    """Check that Redis answers, is a single server, evicts no keys, and accepts writes."""
     redis = scripts().redis
     try:
         if (refusal := explain_refused_writes(redis, scripts().keys.write_check())) is not None:
@@ -59,6 +57,7 @@ def probe_redis() -> str | None:
 
 
 def probe_broker() -> str | None:
+    """Check that the broker answers, and accepts writes if it is a Redis."""
     try:
         with celery.connection_for_write(connect_timeout=_BROKER_TIMEOUT_S) as connection:
             connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_TIMEOUT_S)
@@ -73,53 +72,53 @@ def probe_broker() -> str | None:
 
 
 def probe_maintenance() -> str | None:
-    """Maintenance runs: without it no deadline is kept, and nothing that was lost is found."""
+    """Check that maintenance runs.  Without it no deadline is enforced, and no lost job is found."""
     try:
         problem = liveness.maintenance_problem(scripts())
     except RedisError:
-        return None  # It is said elsewhere.
+        return None  # probe_redis reports it.
     return problem and f"{problem}  See that beat and a worker of the queue `maintenance` run."
 
 
 def probe_workers() -> str | None:
-    """Some can take jobs, and none has fallen silent."""
+    """Check that a worker can take jobs, and that no worker has stopped its heartbeat."""
     try:
         return liveness.workers_problem(processes().read_all())
     except RedisError:
-        return None  # It is said elsewhere.
+        return None  # probe_redis reports it.
 
 
 def probe_secret() -> str | None:
-    """All processes have the same."""
+    """Check that all processes have the same secret."""
     try:
-        found = processes().read_all()
+        reported = processes().read_all()
     except RedisError:
-        return None  # It is said elsewhere.
-    if not (others := liveness.processes_with_other_secret(found)):
+        return None  # probe_redis reports it.
+    if not (others := liveness.processes_with_other_secret(reported)):
         return None
-    which = f"{len(others)} of {len(found)} processes have another secret than this one"
+    which = f"{len(others)} of {len(reported)} processes have another secret than this one"
     return f"{which}.  Give all hosts the same SLOTKEEPER_SECRET."
 
 
 def probe_clocks() -> str | None:
-    """This host's clock, and Redis', go with the record's."""
+    """Check that the clocks of this host and of Redis agree with the database's."""
     if abs(clock.skew_ms) > MAX_SKEW_MS:
         return f"This host's clock is {clock.skew_ms / 1000:+.1f} s from the database's."
     try:
         seconds, microseconds = scripts().redis.time()
     except RedisError:
-        return None  # It is said elsewhere.
-    apart_s = seconds + microseconds / 1e6 - clock.now_ms() / 1000
-    return f"Redis' clock is {apart_s:+.1f} s from the record's." if abs(apart_s) * 1000 > MAX_SKEW_MS else None
+        return None  # probe_redis reports it.
+    skew_s = seconds + microseconds / 1e6 - clock.now_ms() / 1000
+    return f"Redis' clock is {skew_s:+.1f} s from the database's." if abs(skew_s) * 1000 > MAX_SKEW_MS else None
 
 
 def _schema_problem(url: str) -> str | None:
     if url in _checked_urls:
         return None
-    why = migrate.check(url)
-    if why is None:
+    problem = migrate.check(url)
+    if problem is None:
         _checked_urls.add(url)
-    return why
+    return problem
 
 
 PROBES: Mapping[str, Callable[[], str | None]] = {
@@ -134,46 +133,46 @@ PROBES: Mapping[str, Callable[[], str | None]] = {
 
 
 CACHE_S = 1.0
-"""For so long an answer is everybody's."""
+"""How long a result is cached for all clients."""
 PROBE_TIMEOUT_S = 0.6
-"""For so long a part is waited for: probes of orchestrators wait for a second."""
+"""How long a request waits for a probe: probes of orchestrators time out after a second."""
 
 
 class Readiness:
-    """What each part says.  Safe between threads."""
+    """Runs the probes, and caches their results.  Thread-safe."""
 
     def __init__(
         self, probes: Mapping[str, Callable[[], str | None]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._probes, self._clock = probes, clock
         self._lock = threading.Lock()
-        self._looks: dict[str, Future[str | None]] = {}  # under way
+        self._running: dict[str, Future[str | None]] = {}
         self._threads = ThreadPoolExecutor(len(probes), "readiness")
-        self._found: Mapping[str, str | None] = {}
+        self._problems: Mapping[str, str | None] = {}
         self._until = -1.0
 
     def parts(self) -> Mapping[str, str | None]:
-        """Of each part what is wrong; None: nothing is.  Who asks meanwhile waits for the same look.
+        """Return the problem of each part; None: it has none.  Concurrent callers wait for the same result.
 
-        All parts are looked at side by side.  A look that takes longer goes on, and no other is begun meanwhile.
+        The probes run in parallel.  A probe that takes too long goes on, and is not started again until it has ended.
         """
         with self._lock:
             if self._clock() >= self._until:
-                self._found = self._probe()
+                self._problems = self._probe()
                 self._until = self._clock() + CACHE_S
-            return self._found
+            return self._problems
 
     def _probe(self) -> dict[str, str | None]:
         for name, probe in self._probes.items():
-            if name not in self._looks:
-                self._looks[name] = self._threads.submit(probe)
-        wait(self._looks.values(), PROBE_TIMEOUT_S)
-        found: dict[str, str | None] = {}
+            if name not in self._running:
+                self._running[name] = self._threads.submit(probe)
+        wait(self._running.values(), PROBE_TIMEOUT_S)
+        problems: dict[str, str | None] = {}
         for name in self._probes:
-            look = self._looks[name]
-            if look.done():
-                del self._looks[name]
-                found[name] = look.result()
+            future = self._running[name]
+            if future.done():
+                del self._running[name]
+                problems[name] = future.result()
             else:
-                found[name] = f"It has not answered within {PROBE_TIMEOUT_S:g} s."
-        return found
+                problems[name] = f"It has not answered within {PROBE_TIMEOUT_S:g} s."
+        return problems

@@ -1,4 +1,4 @@
-"""What is read and written when models and servers are removed; see app.schemas.job_schemas."""
+"""Request and response bodies for removing models and servers; see app.schemas.job_schemas."""
 
 from typing import Annotated, Literal
 
@@ -10,25 +10,26 @@ from slotkeeper.registry.catalog_removal import Removal
 
 
 class RemovalQuery(Schema):
-    """What is done about jobs that have not ended."""
+    """What to do with jobs that have not ended."""
 
-    drain: bool = Field(False, description="Take nothing new, and go when they have ended.")
+    drain: bool = Field(False, description="Take no new jobs, and remove it when all its jobs have ended.")
 
 
 class ServerRemovalQuery(RemovalQuery):
     force: bool = Field(
-        False, description="Remove it at once: its runs end at no cost, and their jobs run on other servers."
+        False,
+        description="Remove it at once: its runs end, and their jobs run on other servers without using up a retry.",
     )
 
 
 class RemovalView(ResponseSchema, source=Removal):
-    """How far a removal has come."""
+    """The progress of a removal."""
 
     name: str
-    state: Annotated[Literal["done", "leaving"], From(lambda it: "done" if it.is_over else "leaving")] = Field(
-        description="leaving: it goes when what is left has ended."
+    state: Annotated[Literal["done", "leaving"], From(lambda removal: "done" if removal.is_over else "leaving")] = (
+        Field(description="leaving: it is removed when its remaining jobs have ended.")
     )
     remaining: dict[str, int] = Field(description="Jobs that have not ended, by state.")
-    quarantined: int = Field(description="Slots of which the server has not let go.")
-    lost: list[str] = Field(description="Jobs whose runs are lost by it.")
-    idle: list[str] = Field(description="Servers that serve no model any more.")
+    quarantined: int = Field(description="Quarantined slots of the server.")
+    lost: list[str] = Field(description="Jobs whose runs were ended by the removal.")
+    idle: list[str] = Field(description="Servers that have no model any more.")

@@ -1,6 +1,6 @@
-"""The time within which a request is answered, whatever stalls: all its steps share it.
+"""A time limit for a whole request, which all its steps share.
 
-Each step that waits for the database or Redis has a limit of its own; without a common one they would add up.
+Each step that waits for the database or Redis has a separate limit.  Without a common limit they would add up.
 """
 
 import time
@@ -14,18 +14,19 @@ from slotkeeper.db.time_limits import time_limit
 from tasks.services import database
 
 ANSWER_UNTIL = "slotkeeper.answer_until"
-"""In the WSGI environment: the time.monotonic() until which the client is to have its answer."""
+"""In the WSGI environment: the time.monotonic() before which the response must be sent."""
 
 View = TypeVar("View", bound=Callable[..., Any])
 
 
 def answered_in_time(view: View) -> View:
-    """Mark a view that writes and is limited, as all views are that only read."""
+    """Mark a view that writes and has the time limit.  Views that only read always have it."""
     view.answered_in_time = True  # type: ignore[attr-defined]
     return view
 
 
 def register(app: Flask) -> None:
+    """Apply the time limit to the requests of `app`."""
     app.before_request(_begin)
     app.teardown_request(_end)
 
@@ -33,8 +34,8 @@ def register(app: Flask) -> None:
 def _begin() -> None:
     view = application.view_functions.get(request.endpoint or "")
     if request.method in ("GET", "HEAD") or getattr(view, "answered_in_time", False):
-        until = request.environ.get(ANSWER_UNTIL)
-        seconds = database().limits.request_s if until is None else until - time.monotonic()
+        deadline = request.environ.get(ANSWER_UNTIL)
+        seconds = database().limits.request_s if deadline is None else deadline - time.monotonic()
         g.time_limit = time_limit(seconds)
         g.time_limit.__enter__()
 

@@ -1,7 +1,7 @@
-"""Reading requests strictly: what could be understood in two ways is refused, not guessed.
+"""Strict parsing of requests: ambiguous JSON is refused.
 
-JSON's parser is the standard library's.  orjson would be quicker, but rounds whole numbers beyond 64 bits and keeps
-the last of two equal keys without a word; both would change what the client meant.
+The parser is that of the standard library.  orjson would be faster, but it rounds integers of more than 64 bits, and
+silently keeps the last of duplicate keys; both would change the value that the client sent.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import flask
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from app.context import asked
+from app.context import current_request
 from app.problems import ProblemError, printable_text
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
@@ -24,18 +24,18 @@ BODY_COMPLETE = "slotkeeper.whole_body"
 
 
 class _Refused(ValueError):
-    """Text that the parser would take and we do not."""
+    """The parser would accept the text, but it is ambiguous or no JSON."""
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise _Refused(f"the key {printable_text(_first_duplicate(pairs))!r} stands twice in one object")
-    return made
+    return values
 
 
 def _first_duplicate(pairs: Iterable[tuple[str, Any]]) -> str:
-    """The first key that has stood before.  One look at each: a body may hold hundreds of thousands."""
+    """Return the first key that occurs a second time.  In one pass: a body may have hundreds of thousands of keys."""
     seen: set[str] = set()
     return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
@@ -45,20 +45,20 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_reject_constant)
-_BLANKS = re.compile(r"[ \t\n\r]*")
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
 def parse_json(text: bytes, **facts: Any) -> Any:
-    """The JSON value.  Raises ProblemError 400, with `facts`, that says where it breaks off."""
+    """Return the JSON value.  Raises ProblemError 400 with `facts`, which names the place of the error."""
     with _parse_errors_as_problems(facts):
         return _decoder.decode(text.decode())
 
 
 def iter_array(text: bytes, longest: int) -> Iterator[Any]:
-    """The values in a JSON array, one after the other.  Raises ProblemError 400, with the index of the one.
+    """Yield the elements of a JSON array.  Raises ProblemError 400 with the index of the invalid element.
 
-    While the parser is at work no other thread gets a turn.  So it is given one value at a time, which may have
-    `longest` characters, and whoever asks for them can leave off.
+    longest: characters that one element may have.  The parser holds the GIL, so it parses one element at a time, and
+    the caller can stop in between.
     """
     facts: dict[str, int] = {}
     with _parse_errors_as_problems(facts):
@@ -69,18 +69,18 @@ def iter_array(text: bytes, longest: int) -> Iterator[Any]:
             facts["index"] = facts.get("index", -1) + 1
             value, at = _parse_element(array, at, longest)
             yield value
-            at = _skip_blanks(array, at)
+            at = _skip_whitespace(array, at)
         if (end := _skip_sign("]", array, at)) < len(array):
             raise json.JSONDecodeError("Extra data", array, end)
 
 
 def starts_array(text: bytes) -> bool:
-    """Whether it begins as a JSON array."""
+    """Return whether the text begins like a JSON array."""
     return text[:1024].lstrip(b" \t\n\r").startswith(b"[")
 
 
 def _parse_element(text: str, at: int, longest: int) -> tuple[Any, int]:
-    """The value there, and where it ends.  Raises ValueError."""
+    """Return the value at an offset, and the offset of its end.  Raises ValueError."""
     if len(text) - at <= longest:
         return _decoder.raw_decode(text, at)
     try:
@@ -91,22 +91,22 @@ def _parse_element(text: str, at: int, longest: int) -> tuple[Any, int]:
 
 
 def _skip_sign(sign: str, text: str, at: int) -> int:
-    """Where it goes on after this sign.  Raises JSONDecodeError."""
-    at = _skip_blanks(text, at)
+    """Return the offset after this sign and the whitespace around it.  Raises JSONDecodeError."""
+    at = _skip_whitespace(text, at)
     if not text.startswith(sign, at):
         raise json.JSONDecodeError(f"Expecting {sign!r}", text, at)
-    return _skip_blanks(text, at + 1)
+    return _skip_whitespace(text, at + 1)
 
 
-def _skip_blanks(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    assert found is not None, "it matches nothing, too"
-    return found.end()
+def _skip_whitespace(text: str, at: int) -> int:
+    match = _WHITESPACE.match(text, at)
+    assert match is not None, "the pattern also matches the empty string"
+    return match.end()
 
 
 @contextmanager
 def _parse_errors_as_problems(facts: dict[str, Any]) -> Iterator[None]:
-    """Turn what parsing raises into a ProblemError."""
+    """Raise a ProblemError for each error of the parser."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -125,18 +125,18 @@ def _parse_errors_as_problems(facts: dict[str, Any]) -> Iterator[None]:
         ) from None
 
 
-def _malformed(what: str, facts: dict[str, Any]) -> ProblemError:
-    return ProblemError(400, "malformed_json", "Not valid JSON", f"The body is not valid JSON: {what}.", **facts)
+def _malformed(reason: str, facts: dict[str, Any]) -> ProblemError:
+    return ProblemError(400, "malformed_json", "Not valid JSON", f"The body is not valid JSON: {reason}.", **facts)
 
 
 def read_body(request: flask.Request) -> bytes:
-    """The whole body.  Raises ProblemError for one that broke off, RequestEntityTooLarge.
+    """Return the whole body.  Raises ProblemError if the body is incomplete; RequestEntityTooLarge.
 
-    Werkzeug ends quietly where a body breaks off, and at the limit where no length was announced: a part would pass
-    for the whole.
+    Werkzeug returns an incomplete body without an error, and cuts a body without Content-Length at the limit.  A part
+    would be taken for the whole.
     """
     announced, most = request.content_length, request.max_content_length
-    if most is not None:  # Said once more, or Flask looks it up in its settings at each step of reading.
+    if most is not None:  # Set it on the request: otherwise Flask reads its settings at each step.
         request.max_content_length = most + 1 if announced is None else most
     body = request.get_data()
     if most is not None and len(body) > most:
@@ -148,9 +148,9 @@ def read_body(request: flask.Request) -> bytes:
 
 
 def require_known_length(request: flask.Request) -> None:
-    """For bodies whose beginning could pass for the whole.  Raises ProblemError unless it is known where they end.
+    """Refuse a body whose end is not known: a part of it could be taken for the whole.  Raises ProblemError 411.
 
-    The length tells it, or the server under us, which has seen the last chunk.
+    The end is known if the request has Content-Length, or if the HTTP server has read the last chunk.
     """
     if request.content_length is None and not request.environ.get(BODY_COMPLETE):
         detail = "Send Content-Length: without it a body that breaks off cannot be told from a whole one."
@@ -158,31 +158,34 @@ def require_known_length(request: flask.Request) -> None:
 
 
 def reject_nul() -> None:
-    """For before_request: PostgreSQL cannot even be asked about a name with a NUL.  Raises ProblemError."""
-    seen = asked()
-    if seen.endpoint is None:
-        return  # There is nothing at this address anyway.
-    for field, text in (seen.view_args or {}).items():
+    """Refuse a NUL in the path or query: PostgreSQL accepts it in no text.  For before_request.
+
+    Raises ProblemError.
+    """
+    request = current_request()
+    if request.endpoint is None:
+        return  # No view has this path: the response is 404.
+    for field, text in (request.view_args or {}).items():
         reject_nul_in(field, str(text))
-    if not seen.query_string:
+    if not request.query_string:
         return
-    for field, texts in seen.args.lists():
+    for field, texts in request.args.lists():
         reject_nul_in(field, *texts)
 
 
 def reject_nul_in(field: str, *texts: str) -> None:
-    """Raises ProblemError 422 where a field, or what it is given, holds a NUL."""
+    """Refuse a field whose name or value has a NUL.  Raises ProblemError 422."""
     if any("\0" in text for text in (field, *texts)):
         name, detail = printable_text(field), "holds a NUL character (%00); send it without"
-        told = {"field": name, "errors": [{"field": name, "message": detail}]}
-        raise ProblemError(422, "invalid_request", "The request is not valid", f"{name} {detail}", **told)
+        facts = {"field": name, "errors": [{"field": name, "message": detail}]}
+        raise ProblemError(422, "invalid_request", "The request is not valid", f"{name} {detail}", **facts)
 
 
 class JsonRequest(flask.Request):
-    """A request whose JSON is read by `parse`.  flask-openapi asks for it by get_json."""
+    """A request whose JSON is parsed by `parse_json`.  flask-openapi calls get_json."""
 
     def get_json(self, force: bool = False, silent: bool = False, cache: bool = True) -> Any:
-        """The body, which must be a JSON object.  Raises ProblemError, also when `silent`."""
+        """Return the body, which must be a JSON object.  Raises ProblemError, even if `silent`."""
         if self.mimetype != "application/json" and self.content_type:
             detail = "This takes one JSON object, with Content-Type: application/json."
             raise ProblemError(415, "unsupported_media_type", "Not JSON", detail)
@@ -194,7 +197,7 @@ class JsonRequest(flask.Request):
 
 
 def parse_time(name: str, text: str) -> int:
-    """ISO 8601 as ms since the epoch, as the field `name` has it; no time before that.  Raises InvalidRequest."""
+    """Return the time of the field `name`, in ISO 8601, as ms since the epoch; at least 0.  Raises InvalidRequest."""
     try:
         when = datetime.fromisoformat(text)
         if when.tzinfo is not None:

@@ -1,8 +1,8 @@
-"""Text from outside, made safe for a terminal.
+"""Print untrusted text safely on a terminal.
 
-A server's result, an error, a name or a reason may hold what a terminal obeys: escape sequences that move the cursor,
-write to the clipboard or hide a link, controls of 8 bits, marks that reverse the direction of reading.  So whatever
-commands print goes through here.  What cannot be seen becomes an escape that can; nothing is markup.
+A server's result, an error, a name or a reason may contain control characters: escape sequences that move the cursor,
+write to the clipboard or hide a link, 8-bit controls, and marks that reverse the reading direction.  So all output of
+commands is printed by this module.  It replaces invisible characters by visible escapes, and interprets no markup.
 """
 
 import json
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_WIDE = 200  # columns for a table that goes into a file or a pipe
+_FILE_WIDTH = 200  # columns of a table that is written to a file or a pipe
 _ASCII = re.compile(r"[\n\t -~]*")
 
 
 def escape_controls(text: str) -> str:
-    """The text with visible escapes (\\x1b) for all that is no letter, mark, figure, sign or blank.
+    """Return the text with visible escapes (\\x1b) for all characters but letters, marks, digits, symbols and spaces.
 
-    Line ends and tabs stay.
+    Line breaks and tabs are kept.
     """
     if _ASCII.fullmatch(text):
         return text
@@ -35,7 +35,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_line(text: str) -> str:
-    """As `plain`, and line ends and tabs are escaped, too: for a name, a cell, a field."""
+    """As escape_controls, but also escape line breaks and tabs: for a name, a cell or a field."""
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -51,7 +51,7 @@ def _escape(ch: str) -> str:
 
 
 def safe_json(value: Any, indent: int | None = None) -> str:
-    """JSON that reads the same to programs, and in which a terminal finds nothing to obey."""
+    """Return JSON of the same value, without characters that control a terminal."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     if _ASCII.fullmatch(text):
         return text
@@ -64,32 +64,34 @@ def _json_escape(ch: str) -> str:
 
 
 def echo(text: str = "", err: bool = False) -> None:
-    """Print a line, or some."""
+    """Print one or more lines, with escaped controls."""
     click.echo(escape_controls(text), err=err)
 
 
 def console(stderr: bool = False) -> "Console":
-    """Rich's console, for which a text is a text: no markup, no emoji codes, no controls.  Styles come as Text."""
+    """Return Rich's console without markup, emoji codes and controls.  Use Text for styles."""
     from rich.console import Console
     from rich.text import Text
 
     class Plain(Console):
-        def render_str(self, text: str, *, style: Any = "", **wishes: Any) -> Text:
-            return Text(escape_controls(text), style, justify=wishes.get("justify"), overflow=wishes.get("overflow"))
+        def render_str(self, text: str, *, style: Any = "", **options: Any) -> Text:
+            return Text(escape_controls(text), style, justify=options.get("justify"), overflow=options.get("overflow"))
 
     stream = sys.stderr if stderr else sys.stdout
-    return Plain(file=stream, width=None if stream.isatty() else _WIDE, highlight=False, markup=False, emoji=False)
+    return Plain(
+        file=stream, width=None if stream.isatty() else _FILE_WIDTH, highlight=False, markup=False, emoji=False
+    )
 
 
 def styled(text: str, style: str) -> "Text":
-    """A text in a style, for the console."""
+    """Return a text in a style, for the console."""
     from rich.text import Text
 
     return Text(escape_controls(text), style)
 
 
 INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C has ended, as shells give it; 1 would say that it has failed."""
+"""Exit status of a command that Ctrl-C has ended, as in shells; 1 would mean a failure."""
 
 
 class _OutcomeUnknown(click.ClickException):
@@ -97,7 +99,7 @@ class _OutcomeUnknown(click.ClickException):
 
 
 class SafeGroup(click.Group):
-    """Commands whose errors are said safely, whatever the API or the record quotes in them."""
+    """Commands whose errors are printed with escaped controls: they may quote text of the API or the database."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -111,6 +113,6 @@ class SafeGroup(click.Group):
         except SlotkeeperError as error:  # a wrong setting, or a database or Redis that cannot be used
             raise click.ClickException(escape_controls(error.detail)) from error
         except ClientError as error:
-            is_known = not isinstance(error, ApiUnreachable | OutcomeUnknown)
-            kind = click.ClickException if is_known else _OutcomeUnknown
-            raise kind(escape_controls(error.message)) from error
+            is_outcome_known = not isinstance(error, ApiUnreachable | OutcomeUnknown)
+            error_class = click.ClickException if is_outcome_known else _OutcomeUnknown
+            raise error_class(escape_controls(error.message)) from error

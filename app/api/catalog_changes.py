@@ -1,4 +1,4 @@
-"""What the administrators' modules share."""
+"""Functions that the views for administrators share."""
 
 from typing import Literal
 
@@ -18,24 +18,24 @@ log = structlog.get_logger(__name__)
 
 
 def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
-    """Views that only a tenant which may administer can use."""
+    """Return a blueprint whose views only administrators may use."""
     api = blueprint(name, title, prefix)
     api.before_request(access.require_admin)
     return api
 
 
 def refresh_redis(*fleets: str) -> None:
-    """Let a change of the catalog take effect now.  While Redis is away, the sweep does it later."""
+    """Write a change of the catalog to Redis.  While Redis is unavailable this is left to the sweep."""
     for fleet in fleets:
         try:
             refresh_fleet(dispatcher(), fleet)
-        except RedisError as error:  # Its time-out is paid once, not for each fleet.
+        except RedisError as error:  # Wait for its timeout once, not for each fleet.
             log.warning("refresh_postponed", fleet=fleet, error=str(error))
             return
 
 
 def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> None:
-    """Somebody says that it works again: it is not left alone any longer.  While Redis is away, nothing is done."""
+    """Close the breaker of a server or model that an operator reports as working.  Does nothing if Redis is away."""
     try:
         dispatcher().slots.reset_breaker(fleet, kind, name)
     except RedisError as error:
@@ -43,14 +43,14 @@ def close_breaker(fleet: str, kind: Literal["server", "model"], name: str) -> No
 
 
 def read_server_status(fleets: list[str]) -> dict[str, ServerStatus]:
-    """How each server of these fleets stands.  Raises RedisError."""
+    """Return the status of each server of these fleets, by its name.  Raises RedisError."""
     slots = dispatcher().slots
     return dispatcher().queues.call_if_available(
-        lambda: {name: it for fleet in fleets for name, it in server_status.read_servers(slots, fleet).items()}
+        lambda: {name: status for fleet in fleets for name, status in server_status.read_servers(slots, fleet).items()}
     )
 
 
 def queue_counts(fleets: list[str]) -> dict[str, QueueCounts]:
-    """What stands in each fleet's room; one that cannot be read is left out.  Raises RedisError: Redis is away."""
+    """Return the counts of each fleet's queue; a fleet that cannot be read is left out.  Raises RedisError."""
     queues = dispatcher().queues
     return queues.call_if_available(lambda: dispatcher().fleets.counts(fleets))

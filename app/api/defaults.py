@@ -1,4 +1,4 @@
-"""What holds where a model's own configuration says nothing: for its kind, and for all models."""
+"""Defaults of model configurations: those of a kind of models, and those of all models."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ api = admin_blueprint("defaults", "Defaults", "/admin")
 
 @api.get("/defaults", responses={200: DefaultsView})
 def get_defaults() -> dict[str, Any]:
-    """Show what holds for all models that do not say otherwise, and what of it is built in."""
+    """Show the defaults of all models, and which of them are built in."""
     return DefaultsView.build(_find_defaults(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
 
 
 @api.put("/defaults", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
 def put_defaults(body: DefaultsBody) -> dict[str, Any]:
-    """Replace them: what the body leaves out is as it is built in.
+    """Replace the defaults of all models.  A setting that the body omits has its built-in default.
 
-    Jobs that are accepted afterwards are treated so.  If a model could not be configured so, as its own fields and
-    these do not go together, that is 422 and nothing has changed.
+    They apply to jobs that are accepted afterwards.  422: they contradict the configuration of a model; nothing was
+    changed.
     """
     return _set_defaults(INSTALLATION, body)
 
@@ -36,18 +36,18 @@ def put_defaults(body: DefaultsBody) -> dict[str, Any]:
 @api.get("/kinds", responses={200: KindList})
 def list_kinds() -> dict[str, Any]:
     """List the kinds of models, with their settings and their models."""
-    found = dispatcher().catalog.refresh()
-    kinds = [it for name, it in sorted(found.defaults.items()) if name != INSTALLATION]
-    return KindList.build(kinds=[kind_view(it, found) for it in kinds])
+    snapshot = dispatcher().catalog.refresh()
+    kinds = [defaults for name, defaults in sorted(snapshot.defaults.items()) if name != INSTALLATION]
+    return KindList.build(kinds=[kind_view(kind, snapshot) for kind in kinds])
 
 
 @api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(404)})
 def get_kind(path: KindPath) -> dict[str, Any]:
     """Show the settings that models of a kind have by default."""
-    found = _find_defaults(path.kind)
-    if found is None:
+    defaults = _find_defaults(path.kind)
+    if defaults is None:
         raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
-    return DefaultsView.build(found)
+    return DefaultsView.build(defaults)
 
 
 @api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
@@ -70,11 +70,11 @@ def remove_kind(path: KindPath) -> tuple[str, int]:
 
 def _set_defaults(kind: str, body: DefaultsBody) -> dict[str, Any]:
     overrides = body.model_dump(exclude_unset=True)
-    it = catalog().set_defaults(
+    defaults = catalog().set_defaults(
         kind, overrides, now_ms(), current_tenant().name, validate_description_for_all(overrides)
     )
     refresh_redis(*dispatcher().catalog.refresh().fleets())
-    return DefaultsView.build(it)
+    return DefaultsView.build(defaults)
 
 
 def _find_defaults(kind: str) -> Defaults | None:

@@ -1,4 +1,4 @@
-"""The dead letter queue: where automation stops and a person decides."""
+"""The dead letter queue: jobs that are not retried until an operator decides."""
 
 from typing import Any
 
@@ -22,22 +22,24 @@ api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
 
 
 class RetryAllQuery(Schema):
-    model: str | None = Field(None, description="Only its jobs.", json_schema_extra=MODEL_NAME)
+    model: str | None = Field(None, description="Only the jobs of this model.", json_schema_extra=MODEL_NAME)
 
 
 class RetryAllResult(ResponseSchema):
     retried: int
-    more: bool = Field(description="There are dead jobs left that can be queued again: repeat the request.")
+    more: bool = Field(description="Dead jobs are left that can be queued again: repeat the request.")
     left_out: int = Field(description="Dead jobs that stay, because their models were removed; 1,000 at most.")
 
 
-# What one request takes on; it says when there is more.
-_MAX_RETRIED = 500
+_MAX_RETRIED = 500  # jobs that one request queues again
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})
 def list_dead(query: DlqQuery) -> dict[str, Any]:
-    """List dead jobs, the newest first, each with its last error.  Attempts stand at the job."""
+    """List dead jobs, the newest first, each with its last error.
+
+    `GET /queue/jobs/{job_id}/attempts` lists all attempts of a job.
+    """
     found = job_list.find_jobs(
         dispatcher().store.database,
         state=State.DEAD,
@@ -51,7 +53,7 @@ def list_dead(query: DlqQuery) -> dict[str, Any]:
 @api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(404, 409, 415)})
 @answered_in_time
 def retry_dead(path: JobPath) -> dict[str, Any]:
-    """Queue a dead job again, at its own place and with fresh budgets."""
+    """Queue a dead job again, in the order of its acceptance and with new budgets of retries and crashes."""
     job = visible_job(path.job_id)
     dispatcher().revive(job.id)
     return JobView.build(visible_job(job.id))
@@ -59,7 +61,7 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
 
 @api.post("/retry-all", responses={200: RetryAllResult, **problem_responses(415, 422)})
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
-    """Queue dead jobs again, of all models or of one, up to 500 of them; `more` says whether to ask again.
+    """Queue dead jobs again, of all models or of one, up to 500.  `more`: repeat the request for the others.
 
     Jobs of models that were removed stay dead, and are counted in `left_out`.
     """
@@ -73,7 +75,7 @@ def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
 
 @api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
 def delete_dead(path: JobPath) -> tuple[str, int]:
-    """Remove a dead job for good.  The ledger keeps count of it."""
+    """Remove a dead job permanently.  The ledger still counts it."""
     job = visible_job(path.job_id)
     if not retention.delete_dead_job(dispatcher().store.database, job.id):
         raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
@@ -81,7 +83,7 @@ def delete_dead(path: JobPath) -> tuple[str, int]:
 
 
 def _try_revive(job_id: str) -> bool:
-    """Return False if another operator has retried or deleted it meanwhile, or its model was removed."""
+    """Queue a dead job again.  Return False if it was retried or deleted meanwhile, or its model was removed."""
     try:
         dispatcher().revive(job_id)
     except (Conflict, JobNotFound):

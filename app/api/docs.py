@@ -1,4 +1,4 @@
-"""The document of this interface, and a page to read it with.  Both work without a network."""
+"""The OpenAPI document, and a page that shows it.  Both work without a network."""
 
 from threading import Lock
 
@@ -8,16 +8,16 @@ from flask_openapi_swagger.plugins import RegisterPlugin
 
 from app.api.openapi import openapi_document
 from app.auth.access import public
-from app.context import asked
+from app.context import current_request
 
 _DOCUMENT = "/openapi.json"
 _PAGE = "/docs"
-_TEXT = "slotkeeper_document"
+_EXTENSION = "slotkeeper_document"
 _document_lock = Lock()
 
 
 def register(app: Flask) -> None:
-    """Add /openapi.json, and the page at /docs, which redirects to where the page's own files lie."""
+    """Add /openapi.json, and /docs, which redirects to the folder of the page's files."""
     swagger = RegisterPlugin.register(doc_url=_DOCUMENT)
     app.register_blueprint(swagger, url_prefix=_PAGE)
     for endpoint in [name for name in app.view_functions if name.startswith(f"{swagger.name}.")]:
@@ -28,19 +28,19 @@ def register(app: Flask) -> None:
 
 
 def _serve_document() -> Response:
-    """Made when it is first asked for: most processes never are."""
-    kept = current_app.extensions
-    with _document_lock:  # flask-openapi shows others what it has made of it so far.
-        if _TEXT not in kept:
-            kept[_TEXT] = orjson.dumps(openapi_document(current_app))
-    return Response(kept[_TEXT], content_type="application/json")
+    """Return the document, which is built at the first request: most processes never get one."""
+    extensions = current_app.extensions
+    with _document_lock:  # flask-openapi shows other threads a document that is half built.
+        if _EXTENSION not in extensions:
+            extensions[_EXTENSION] = orjson.dumps(openapi_document(current_app))
+    return Response(extensions[_EXTENSION], content_type="application/json")
 
 
-# The page's own scripts and styles, some of them inline; nothing from elsewhere.
+# For /docs: its own scripts and styles, some of them inline; nothing from other origins.
 _DOCS_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
-# Ours (app.page): nothing inline, nothing from elsewhere, and forms lead nowhere else.
+# For app.page: nothing inline, nothing from other origins, and forms send only to this origin.
 _PAGE_POLICY = "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'"
 _API_POLICY = "default-src 'none'"
 
@@ -54,10 +54,10 @@ _HEADERS = {allowed: _headers_with(allowed) for allowed in (_DOCS_POLICY, _PAGE_
 
 
 def _security_headers(response: Response) -> Response:
-    """No page of another site shows ours inside it, and ours loads nothing from others."""
-    seen = asked()
-    allowed = _DOCS_POLICY if seen.path.startswith(_PAGE) else _API_POLICY
-    if seen.blueprint == "page":
+    """Forbid other sites to embed a response, and a response to load from other origins."""
+    request = current_request()
+    allowed = _DOCS_POLICY if request.path.startswith(_PAGE) else _API_POLICY
+    if request.blueprint == "page":
         allowed = _PAGE_POLICY
     response.headers.extend(_HEADERS[allowed])
     return response

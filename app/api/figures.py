@@ -1,4 +1,4 @@
-"""Figures: all of them for Prometheus, and a model's load in one number for what scales by it."""
+"""Metrics for Prometheus, and the load of a model as one number for autoscalers."""
 
 from contextlib import suppress
 from typing import Any
@@ -30,11 +30,14 @@ class ModelStats(ResponseSchema):
 
 
 @api.get(
-    "/metrics", responses={200: {"description": "Figures", "content": {"text/plain": {}}}, **problem_responses(403)}
+    "/metrics", responses={200: {"description": "Metrics", "content": {"text/plain": {}}}, **problem_responses(403)}
 )
 @metrics_access
 def metrics() -> Response:
-    """Give figures in Prometheus' text format.  What cannot be reached is left out, and `slotkeeper_up` says so."""
+    """Return metrics in Prometheus' text format.
+
+    Metrics of a part that is unavailable are left out; `slotkeeper_up` shows which part that is.
+    """
     registry: CollectorRegistry = current_app.extensions["slotkeeper_metrics"]
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
 
@@ -47,11 +50,11 @@ def stats(path: ModelPath) -> dict[str, Any]:
     model = catalog.models.get(path.model)
     if model is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=path.model)
-    database, waiting = dispatcher().store.database, None
+    database, counts = dispatcher().store.database, None
     with suppress(RedisError):
-        waiting = queue_counts([model.fleet]).get(model.fleet)
-    queued, running = gauges.count_model_work(database, model.name, count_queued=waiting is None)
-    if waiting is not None:
-        queued = waiting.waiting.get(model.name, 0)
+        counts = queue_counts([model.fleet]).get(model.fleet)
+    queued, running = gauges.count_model_work(database, model.name, count_queued=counts is None)
+    if counts is not None:
+        queued = counts.waiting.get(model.name, 0)
     slots = catalog.count_slots(model.name)
     return ModelStats.build(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)

@@ -1,4 +1,4 @@
-"""Health: whether the process lives, and whether it can do its work."""
+"""Liveness and readiness of the process."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ api = blueprint("health", "Operation", keyed=False)
 @api.get("/health/live", responses={200: LivenessView})
 @public
 def live() -> dict[str, Any]:
-    """Say that this process answers."""
+    """Report that this process answers."""
     return LivenessView.build(status="ok")
 
 
 @api.get("/health/ready", responses={200: ReadinessView, 503: response_of(ReadinessView, "Jobs cannot be accepted")})
 @public
 def ready() -> tuple[dict[str, Any], int]:
-    """Say what this process can reach.
+    """Report which parts of the installation this process can use.
 
-    Without the database nothing can be accepted: 503.  Without Redis, the broker, maintenance or workers jobs are
-    accepted and wait: 200, degraded.  Within a second all who ask get the same answer.
+    503: the database is unavailable, and no job can be accepted.  200 with `degraded`: Redis, the broker, maintenance
+    or workers are unavailable; jobs are accepted and wait.  A response is cached for one second.
     """
     parts = {name: PartStatus.build(ok=why is None, why=why) for name, why in context().readiness.parts().items()}
     if not parts["database"]["ok"]:

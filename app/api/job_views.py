@@ -1,11 +1,11 @@
-"""Looking at jobs, and canceling them.  A tenant sees its own; who may administer sees all."""
+"""Show, list, explain and cancel jobs.  A tenant sees its own jobs; an administrator sees all."""
 
 from typing import Any
 
 from flask import request
 
 from app.api.openapi import blueprint, problem_responses, response_of
-from app.auth.access import current_tenant
+from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
 from app.job_answers import (
@@ -36,11 +36,11 @@ api = blueprint("jobs", "Jobs", "/queue/jobs")
 
 @api.get("/<job_id>", responses={200: JobDetail, **problem_responses(404, 409, 422)})
 def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
-    """Show a job, with its place while it waits and its result when it has ended.
+    """Show a job, with its position while it waits and its result when it has ended.
 
-    `wait`: answer only when it has ended, or after that many seconds.  Where too many requests wait already, it is
-    answered at once: ask again.  Wherever a job's id is asked for, the first 8 characters or more of it will do, or
-    the last 8, if they mean one job; otherwise it is 409, and `candidates` lists some of the jobs.
+    `wait`: the response is sent when the job has ended, or after that many seconds.  If too many requests wait already,
+    it is sent at once: repeat the request.  Wherever a path or a query names a job, 8 or more of the first characters
+    of its id, or its last 8, are enough.  409: several jobs have such an id; `candidates` lists some of them.
     """
     job = visible_job(path.job_id)
     if query.wait and job.finished_ms is None:
@@ -51,25 +51,24 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
 @api.get("", responses={200: JobList, **problem_responses(422)})
 def list_jobs(query: ListQuery) -> dict[str, Any]:
     """List jobs, the newest first."""
-    mine = current_tenant()
-    found = job_list.find_jobs(
+    jobs = job_list.find_jobs(
         dispatcher().store.database,
         state=query.status,
         model=model_filter(query.model),
-        tenant=None if mine.admin else mine.name,
+        tenant=visible_tenant(),
         batch=batch_filter(query.batch),
         labels=[label_filter(label) for label in query.label],
         before_seq=decode_job_cursor(query.cursor),
         limit=query.limit,
     )
-    return JobList.build(jobs=[JobView.build(job) for job in found], next_cursor=encode_job_cursor(found, query.limit))
+    return JobList.build(jobs=[JobView.build(job) for job in jobs], next_cursor=encode_job_cursor(jobs, query.limit))
 
 
 @api.post(
     "/<job_id>/cancel",
     responses={
         200: CancelResult,
-        202: response_of(CancelResult, "Asked its server"),
+        202: response_of(CancelResult, "Its server was asked to stop it"),
         **problem_responses(404, 409, 415),
     },
 )
@@ -77,8 +76,8 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
 def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     """Cancel a job.
 
-    200: it was waiting, or canceled before, and is canceled.  202: it is running, and is canceled as soon as its server
-    has stopped it.  409: it has ended otherwise.
+    200: the job was waiting, or was canceled before; it is canceled.  202: the job is running; it is canceled as soon
+    as its server has stopped it.  409: the job has ended with another outcome.
     """
     job = visible_job(path.job_id)
     if dispatcher().cancel(job.id) is State.RUNNING:
@@ -90,49 +89,52 @@ def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
 def list_attempts(path: JobPath) -> dict[str, Any]:
     """List the attempts of a job with their outcomes, the oldest first."""
     job = visible_job(path.job_id)
-    found = attempts_of(dispatcher().store.list_events(job.id))
-    return AttemptList.build(job_id=job.id, attempts=[AttemptView.build(it) for it in found])
+    attempts = attempts_of(dispatcher().store.list_events(job.id))
+    return AttemptList.build(job_id=job.id, attempts=[AttemptView.build(attempt) for attempt in attempts])
 
 
 @api.get("/<job_id>/explain", responses={200: ExplanationView, **problem_responses(404, 409)})
 def explain_job(path: JobPath) -> dict[str, Any]:
-    """Say what a job waits for, in one sentence and in parts, and when it should start.
+    """Explain what a job waits for, in one sentence and in fields, and when it should start.
 
     `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
     server_breaker_open, server_away, server_silent, server_cooling, slot_withheld, server_unavailable,
     constraints_unmet, no_server, no_worker, retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
-    found = explain.explain_job(dispatcher(), workers(), job)
+    explanation = explain.explain_job(dispatcher(), workers(), job)
     return ExplanationView.build(
-        found,
+        explanation,
         job_id=job.id,
         status=job.state,
-        estimated_start_s=estimated_start_s(found.estimate),
-        estimate_basis=estimate_basis(found.estimate),
+        estimated_start_s=estimated_start_s(explanation.estimate),
+        estimate_basis=estimate_basis(explanation.estimate),
     )
 
 
 def visible_job(job_id: str) -> Job:
-    """Return a job that this request's tenant may see, by its id, its beginning or its end.
+    """Return a job that this request may see, by its id, or by the first or last characters of its id.
 
-    Raises JobNotFound, also for another's; Conflict: several of its own begin or end so.
+    Raises JobNotFound, also for a job of another tenant; Conflict: several visible jobs have such an id.
     """
-    store, mine = dispatcher().store, current_tenant()
+    store, tenant = dispatcher().store, visible_tenant()
     job = store.get(job_id) if job_id.isprintable() else None
-    if job is None and (whole := _resolve_short_id(job_id, None if mine.admin else mine.name)) is not None:
-        job = store.get(whole)
-    if job is None or not (mine.admin or job.tenant == mine.name):
+    if job is None and (full_id := _resolve_short_id(job_id, tenant)) is not None:
+        job = store.get(full_id)
+    if job is None or tenant not in (None, job.tenant):
         raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
     return job
 
 
-def _resolve_short_id(short: str, whose: str | None) -> str | None:
-    """Return the id of the only job, of `whose` or of all, that begins or ends so; None: there is none."""
-    found = short_ids.find(dispatcher().store.database, short, whose)
+def _resolve_short_id(short_id: str, tenant: str | None) -> str | None:
+    """Return the only id that begins or ends with `short_id`; None: there is none.
+
+    tenant: whose jobs are searched; None: those of all tenants.  Raises Conflict: there are several.
+    """
+    found = short_ids.find(dispatcher().store.database, short_id, tenant)
     if len(found.ids) > 1:
-        meant = ", ".join(found.ids) + (" and others" if found.more else "")
-        raise Conflict(f"{short!r} may be {meant}: give more of the id.", candidates=found.ids)
+        candidates = ", ".join(found.ids) + (" and others" if found.more else "")
+        raise Conflict(f"{short_id!r} may be {candidates}: give more of the id.", candidates=found.ids)
     return found.ids[0] if found.ids else None
 
 

@@ -1,4 +1,4 @@
-"""The ledger: nothing that was accepted is missing (JOB-3)."""
+"""The ledger, which shows that no accepted job is missing (JOB-3)."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ api = admin_blueprint("ledger", "Operation", "/admin")
 
 @api.get("/ledger", responses={200: LedgerView})
 def get_ledger() -> dict[str, Any]:
-    """Show the balance: accepted = the jobs in each state + those removed after their end."""
+    """Show the balance: accepted jobs = jobs in each state + jobs that were removed after their end."""
     return LedgerView.build(ledger.read(dispatcher().store.database))

@@ -1,4 +1,4 @@
-"""What flask-openapi is to us, in one place: how views are described, and the document that comes of it."""
+"""All use of flask-openapi: the blueprints, the responses of views, and the OpenAPI document."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -22,25 +22,25 @@ _REASONS = {
     400: "The body is not valid JSON",
     401: "No valid key",
     403: "Not allowed",
-    404: "There is no such thing",
-    409: "The present state does not allow this",
-    411: "The body's length is not announced",
+    404: "Not found",
+    409: "The current state does not allow this",
+    411: "The request has no Content-Length",
     413: "The body is too large",
     415: "The body is not JSON",
     421: "The Host header does not name this machine",
-    422: "A field is wrong; `field` and `errors` name it",
-    429: "More than the limits allow at present; Retry-After says when to come back",
+    422: "A field is invalid; `field` and `errors` name it",
+    429: "A limit is reached; Retry-After says when to send the request again",
     500: "The server failed",
-    503: "The database or Redis is away; Retry-After says when to come back",
+    503: "The database or Redis is unavailable; Retry-After says when to send the request again",
 }
-_EVERYWHERE = (403, 421, 422, 500)
-_HEADERS = "x-headers"  # only on the way to `document`
-_KEYED = (401, 403, 421, 422, 500, 503)
+_STATUSES = (403, 421, 422, 500)  # of each view
+_KEYED_STATUSES = (401, 403, 421, 422, 500, 503)  # of each view that requires a key
+_HEADERS = "x-headers"  # openapi_document moves them to the parameters.
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 
 
 class Schema(BaseModel):
-    """Base of what is read and written.  Its schema is built once: flask-openapi asks for it at every request."""
+    """Base of request bodies, paths and queries.  Caches its schema, which flask-openapi reads at each request."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -51,12 +51,12 @@ class Schema(BaseModel):
 
 @cache
 def _schema(model: type[BaseModel], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    made: dict[str, Any] = BaseModel.model_json_schema.__func__(model, *args, **dict(kwargs))  # type: ignore[attr-defined]
-    return made
+    schema: dict[str, Any] = BaseModel.model_json_schema.__func__(model, *args, **dict(kwargs))  # type: ignore[attr-defined]
+    return schema
 
 
 class Problem(Schema):
-    """An error, as RFC 9457 has it."""
+    """An error, in the format of RFC 9457."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -72,7 +72,7 @@ class Problem(Schema):
 
 
 class _OrjsonProvider(JSONProvider):
-    """Answers that views give as dicts."""
+    """Encodes responses that views return as dicts."""
 
     def dumps(self, obj: Any, **_: Any) -> str:
         return orjson.dumps(obj, default=str).decode()
@@ -82,14 +82,14 @@ class _OrjsonProvider(JSONProvider):
 
 
 class _JobId(BaseConverter):
-    """A job's id where a fixed word stands beside it."""
+    """A job's id in a path that has a fixed word at the same place."""
 
     regex = "(?!retry-all$)[^/]+"
     part_isolating = True
 
 
 def new_app(version: str) -> OpenAPI:
-    """A Flask application that describes itself.  The document is served by app.api.docs."""
+    """Return a Flask application that builds its OpenAPI document, which app.api.docs serves."""
     app = OpenAPI(
         "app",
         info=Info(title="Slotkeeper", version=version, description="A dispatcher for GPU inference."),
@@ -103,32 +103,32 @@ def new_app(version: str) -> OpenAPI:
     app.request_class = JsonRequest
     app.json = _OrjsonProvider(app)
     app.url_map.converters["job"] = _JobId
-    app.url_map.merge_slashes = False  # Names may hold them.
+    app.url_map.merge_slashes = False  # Names may contain slashes.
     return app
 
 
 def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) -> APIBlueprint:
-    """Views under one heading.  `keyed`: they ask for a tenant's key."""
+    """Return a blueprint for the views of one heading.  `keyed`: they require a tenant's key."""
     return APIBlueprint(
         name,
         f"app.api.{name}",
         url_prefix=prefix or None,
         abp_tags=[{"name": title}],
         abp_security=[{"key": []}] if keyed else None,
-        abp_responses=problem_responses(*(_KEYED if keyed else _EVERYWHERE)),
+        abp_responses=problem_responses(*(_KEYED_STATUSES if keyed else _STATUSES)),
         operation_id_callback=_operation_id,
     )
 
 
 def no_store(api: APIBlueprint) -> APIBlueprint:
-    """Nobody on the way keeps what these views answer."""
+    """Forbid browsers and proxies to cache the responses of these views."""
     api.after_request(_set_no_store)
     return api
 
 
-def _set_no_store(answer: Response) -> Response:
-    answer.headers["Cache-Control"] = "no-store"
-    return answer
+def _set_no_store(response: Response) -> Response:
+    response.headers["Cache-Control"] = "no-store"
+    return response
 
 
 def _operation_id(*, bp_name: str, name: str, path: str, method: str) -> str:
@@ -136,7 +136,7 @@ def _operation_id(*, bp_name: str, name: str, path: str, method: str) -> str:
 
 
 def problem_responses(*statuses: int) -> dict[str | int, Any]:
-    """The description of answers with an error."""
+    """Return the descriptions of error responses, by their status."""
     schema = {"schema": {"$ref": "#/components/schemas/Problem"}}
     return {status: {"description": _REASONS[status], "content": {CONTENT_TYPE: schema}} for status in statuses}
 
@@ -144,7 +144,7 @@ def problem_responses(*statuses: int) -> dict[str | int, Any]:
 def response_of(
     model: type[BaseModel], description: str, kinds: Iterable[str] = ("application/json",)
 ) -> dict[str, Any]:
-    """The description of an answer whose schema is known by another view."""
+    """Return the description of a response whose schema another view registers.  `kinds`: its media types."""
     schema = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
     return {"description": description, "content": dict.fromkeys(kinds, schema)}
 
@@ -152,7 +152,7 @@ def response_of(
 def optional_headers(
     longest: int = MAX_KEY_LENGTH, form: str = PRINTABLE_PATTERN, shortest: int = 1, **described: str
 ) -> dict[str, Any]:
-    """openapi_extensions for optional headers that a view reads by itself: Some_Header="what it is for"."""
+    """Return openapi_extensions for optional headers that a view reads itself: Some_Header="its description"."""
     schema = {"type": "string", "minLength": shortest, "maxLength": longest, "pattern": f"^{form}$"}
     return {
         _HEADERS: [
@@ -163,34 +163,34 @@ def optional_headers(
 
 
 def openapi_document(app: Flask) -> dict[str, Any]:
-    """The OpenAPI document.  It asks for keys only where this process does."""
+    """Return the OpenAPI document.  It requires keys only if this application does."""
     assert isinstance(app, OpenAPI)
-    made: dict[str, Any] = app.api_doc
+    document: dict[str, Any] = app.api_doc
     if not app.extensions["slotkeeper_settings"].require_keys:
-        made.get("components", {}).pop("securitySchemes", None)
-        for operation in (one for path in made["paths"].values() for one in path.values()):
+        document.get("components", {}).pop("securitySchemes", None)
+        for operation in (operation for path in document["paths"].values() for operation in path.values()):
             operation.pop("security", None)
             operation["responses"].pop("401", None)
-    for path in made["paths"].values():
+    for path in document["paths"].values():
         for operation in path.values():
-            _tidy(operation)
-    _add_property_names(made)
-    return made
+            _clean_up(operation)
+    _add_property_names(document)
+    return document
 
 
 def _add_property_names(part: Any) -> None:
-    """Say which keys attributes and constraints may have: flask-openapi's own schemas know no propertyNames."""
-    for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        _add_property_names(one)
+    """Add the pattern of keys in attributes and constraints: flask-openapi's schemas have no propertyNames."""
+    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _add_property_names(child)
     fields = part.get("properties") if isinstance(part, dict) else None
     for name in ("attributes", "constraints"):
-        for asked in (fields or {}).get(name, {}).get("anyOf", []):
-            if "maxProperties" in asked:
-                asked["propertyNames"] = {"pattern": f"^{NAME_PATTERN}$"}
+        for schema in (fields or {}).get(name, {}).get("anyOf", []):
+            if "maxProperties" in schema:
+                schema["propertyNames"] = {"pattern": f"^{NAME_PATTERN}$"}
 
 
-def _tidy(operation: dict[str, Any]) -> None:
-    """Put headers beside the parameters, and drop the answer that flask-openapi adds for its own validation."""
+def _clean_up(operation: dict[str, Any]) -> None:
+    """Move headers to the parameters, and remove the response that flask-openapi adds for its own validation."""
     if "description" in operation:
         operation["description"] = operation["description"].replace("<br/>", "\n").strip()
     headers = operation.pop(_HEADERS, [])

@@ -1,4 +1,4 @@
-"""Which processes of this installation live, on whatever host."""
+"""The processes of this installation, on all hosts."""
 
 from typing import Annotated, Any
 
@@ -10,15 +10,15 @@ from tasks.services import processes
 api = admin_blueprint("processes", "Operation", "/admin")
 
 
-def _fact(fact: str) -> From:
-    """What a process says of itself; null: nothing."""
-    return From(lambda it: it.facts.get(fact))
+def _fact(name: str) -> From:
+    """Read a field from what the process reports of itself; null: it does not report it."""
+    return From(lambda process: process.facts.get(name))
 
 
 class ProcessView(ResponseSchema, source=Process):
-    """`silent_s`: since it last said that it lives.  `log_lines_dropped`: because its log was not read in time.
+    """`silent_s`: time since its last heartbeat.  `log_lines_dropped`: lines lost because its log was not read in time.
 
-    Of workers also: runs under way, of `capacity`; how long the last canary took, and how long ago it came.
+    Workers also have: the number of `runs`, of at most `capacity`; how long the last canary took, and its age.
     """
 
     name: str
@@ -26,15 +26,16 @@ class ProcessView(ResponseSchema, source=Process):
     host: str
     pid: Annotated[int | None, _fact("pid")]
     version: Annotated[str | None, _fact("version")]
-    since: Annotated[Time | None, From(lambda it: iso_time(it.facts.get("since_ms")))]
+    since: Annotated[Time | None, From(lambda process: iso_time(process.facts.get("since_ms")))]
     lives: Annotated[bool, From("is_alive")]
-    silent_s: Annotated[float, From(lambda it: it.age_ms / 1000)]
+    silent_s: Annotated[float, From(lambda process: process.age_ms / 1000)]
     log_lines_dropped: Annotated[int | None, _fact("log_lines_dropped")]
     runs: Annotated[int | None, _fact("runs")]
     capacity: Annotated[int | None, _fact("capacity")]
     canary_ms: Annotated[float | None, _fact("canary_ms")]
     canary_age_s: Annotated[
-        float | None, From(lambda it: None if it.canary_age_ms is None else it.canary_age_ms / 1000)
+        float | None,
+        From(lambda process: None if process.canary_age_ms is None else process.canary_age_ms / 1000),
     ]
 
 
@@ -45,4 +46,4 @@ class ProcessList(ResponseSchema):
 @api.get("/processes", responses={200: ProcessList})
 def list_processes() -> dict[str, Any]:
     """List the processes that have reported in the last minute, with their state."""
-    return ProcessList.build(processes=[ProcessView.build(it) for it in processes().read_all()])
+    return ProcessList.build(processes=[ProcessView.build(process) for process in processes().read_all()])

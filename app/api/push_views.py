@@ -19,29 +19,29 @@ from tasks.servers import TOO_DEEP
 
 api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
 
-_NO_JOB = "00000000-0000-0000-0000-000000000000"
+_NO_JOB_ID = "00000000-0000-0000-0000-000000000000"
 
 
 @api.post(
     "/<job_id>",
     responses={
         200: PushResult,
-        202: response_of(PushResult, "Not the end: ignored"),
+        202: response_of(PushResult, "The run has not ended: ignored"),
         **problem_responses(403, 413, 422, 503),
     },
     request_body={"content": {"application/json": {"schema": {}}}},
     openapi_extensions=optional_headers(
-        X_Callback_Token="The token that came with the job.", Authorization="The same token, as Bearer."
+        X_Callback_Token="The token that was sent with the job.", Authorization="The same token, as Bearer."
     ),
 )
 @own_auth
 def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
     """Push the end of a run.
 
-    Only under the token that came with the job's present run; sent twice, the second changes nothing.  The body is
-    what the server would answer to a poll.  A result that cannot be kept (422) ends the job as failed, as in an
-    answer.  JSON with a fault is refused (422); the refusal names the fault.  Between two workers a run cannot end
-    (503): push it again.
+    It requires the token that was sent with the job's current run; a repeated push changes nothing.  The body is what
+    the server would return to a poll.  422: the result cannot be stored, and the job has failed; or the body is not
+    valid JSON, and the response names the error.  503: the worker of the run has gone, and the next one has not begun;
+    push the result again.
     """
     job = _job_of_token(path.job_id)
     if server_push.is_between_workers(job):
@@ -59,8 +59,8 @@ def push_result(path: JobPath) -> tuple[dict[str, Any], int]:
         raise ProblemError(422, outcome.code, "Not a result that can be read", f"{outcome.message}.")
     if outcome is TOO_DEEP:
         raise ProblemError(422, outcome.code, "Not a result that can be kept", outcome.message)
-    now = dispatcher().store.get_state(job.id)
-    return PushResult.build(status=now or job.state), 200
+    state = dispatcher().store.get_state(job.id)
+    return PushResult.build(status=state or job.state), 200
 
 
 def _status(job: Job) -> int:
@@ -68,10 +68,12 @@ def _status(job: Job) -> int:
 
 
 def _job_of_token(job_id: str) -> Job:
-    """The job whose present run the token is for.  A refusal does not tell whether there is such a job."""
+    """Return the job, if the token is that of its current run.  The refusal does not reveal whether the job exists."""
     job = dispatcher().store.get(job_id) if job_id.isprintable() else None
     valid = (
-        server_push.is_valid_token(_token(), _NO_JOB, 0) if job is None else server_push.is_token_of_run(job, _token())
+        server_push.is_valid_token(_token(), _NO_JOB_ID, 0)
+        if job is None
+        else server_push.is_token_of_run(job, _token())
     )
     if job is None or not valid:
         detail = "The token is not that of this job's present run."
@@ -80,7 +82,7 @@ def _job_of_token(job_id: str) -> Job:
 
 
 def _token() -> str:
-    """From a header, or from the address: some servers push to an address and send no header of ours."""
+    """Return the token in a header or in the URL: some servers push to a URL and cannot send a header."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()

@@ -1,4 +1,4 @@
-"""Events as they happen, as server-sent events.  A tenant follows its own jobs, who may administer all."""
+"""Streams of server-sent events.  A tenant follows its own jobs; an administrator follows all."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 
 from app.api.job_views import visible_job
 from app.api.openapi import Schema, blueprint, optional_headers, problem_responses
-from app.auth.access import current_tenant
+from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import EventFilter, FollowEvents, defer
 from app.job_answers import JobEvent
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     EventType = str
 else:
     EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
-_AFTER = "The last `id` that the client has: go on behind it.  The header Last-Event-ID says the same, and comes first."
+_AFTER = "The last `id` that the client has: the stream goes on after it.  The header Last-Event-ID takes precedence."
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
 _Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
 
@@ -37,76 +37,78 @@ class JobStreamQuery(Schema):
 
 class StreamQuery(Schema):
     after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
-    model: list[_ModelName] = Field([], max_length=100, description="Only of these models.")
-    batch: list[_Batch] = Field([], max_length=100, description="Only of jobs that came in these batches.")
-    type: list[EventType] = Field([], max_length=20, description="Only of these types.")
+    model: list[_ModelName] = Field([], max_length=100, description="Only events of these models.")
+    batch: list[_Batch] = Field([], max_length=100, description="Only events of jobs in these batches.")
+    type: list[EventType] = Field([], max_length=20, description="Only events of these types.")
 
 
 class ProgressEvent(Schema):
-    """What the job's server says while it is at it, as an event `progress`."""
+    """What the job's server reports while it runs the job, as an event `progress`."""
 
     job_id: str
-    attempt: int = Field(description="Which start of the job it belongs to.")
+    attempt: int = Field(description="The attempt that it belongs to.")
     offset: int | None = Field(
-        None, description="Characters, or pieces, of this text that came before.  0: it begins, or begins anew."
+        None, description="Characters, or pieces, of the result that came before.  0: the result begins, or restarts."
     )
-    text: str | None = Field(None, description="The next of the result's text.")
-    pieces: list[Any] | None = Field(None, description="The next of the result's pieces.")
-    progress: Any = Field(None, description="How far the server says that it is.")
+    text: str | None = Field(None, description="The next part of the result's text.")
+    pieces: list[Any] | None = Field(None, description="The next pieces of the result.")
+    progress: Any = Field(None, description="The progress that the server reports.")
 
 
-_KIND = "text/event-stream"
-_EVENTS = {"description": "Events without an end", "content": {_KIND: {"schema": JobEvent.model_json_schema()}}}
+_EVENT_STREAM = "text/event-stream"
+_EVENTS = {"description": "Events without an end", "content": {_EVENT_STREAM: {"schema": JobEvent.model_json_schema()}}}
 _JOBS_EVENTS = {
     "description": "Events until the job's end",
-    "content": {_KIND: {"schema": {"anyOf": [JobEvent.model_json_schema(), ProgressEvent.model_json_schema()]}}},
+    "content": {
+        _EVENT_STREAM: {"schema": {"anyOf": [JobEvent.model_json_schema(), ProgressEvent.model_json_schema()]}}
+    },
 }
-_LAST_SEEN = "The last `id` that the client has; browsers send it by themselves.  Empty: it has none."
+_LAST_SEEN = "The last `id` that the client has; browsers send it automatically.  Empty: the client has none."
 _JOB_LAST_EVENT_ID = optional_headers(_MAX_ID_CHARS, f"({PROGRESS_ID})?", shortest=0, Last_Event_ID=_LAST_SEEN)
-_LAST = optional_headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=_LAST_SEEN)
+_LAST_EVENT_ID = optional_headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@api.get("/stream", responses={200: _EVENTS, **problem_responses(422, 429)}, openapi_extensions=_LAST)
+@api.get("/stream", responses={200: _EVENTS, **problem_responses(422, 429)}, openapi_extensions=_LAST_EVENT_ID)
 def stream_events(query: StreamQuery) -> Response:
     """Follow what happens to jobs.
 
-    Each event has an `id`, which a client that comes again names as the last it has seen; then nothing is left out, and
-    where that is not possible, an event `stream.gap` comes first.  Without it the stream begins now.
+    Each event has an `id`.  A client that reconnects sends the last `id` that it has, and the stream goes on after that
+    event.  If events in between cannot be sent, an event `stream.gap` comes first.  Without an `id` the stream begins
+    with new events.
     """
-    mine = current_tenant()
     models = frozenset(str(model_filter(model)) for model in query.model)
-    wanted = EventFilter(None if mine.admin else mine.name, models, frozenset(query.type), frozenset(query.batch))
-    return _stream(FollowEvents(wanted, parse_event_id(_last_event_id(query.after))))
+    event_filter = EventFilter(visible_tenant(), models, frozenset(query.type), frozenset(query.batch))
+    return _stream(FollowEvents(event_filter, parse_event_id(_last_event_id(query.after))))
 
 
 @api.get(
     "/queue/jobs/<job_id>/stream",
     responses={
         200: _JOBS_EVENTS,
-        204: {"description": "It has ended, and nothing has happened since"},
+        204: {"description": "The job has ended, and there are no further events"},
         **problem_responses(404, 409, 422, 429),
     },
     openapi_extensions=_JOB_LAST_EVENT_ID,
 )
 def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
-    """Stream the events of one job until it ends, from its first event or after the last one that the client has.
+    """Follow one job until it ends, from its first event or after the last one that the client has.
 
-    The stream also has what the server reports meanwhile: pieces of the result, and its progress.
+    The stream also has what the server reports meanwhile: parts of the result, and its progress.
     """
-    job, (after, heard) = visible_job(path.job_id), parse_progress_id(_last_event_id(query.after))
+    job, (after, progress) = visible_job(path.job_id), parse_progress_id(_last_event_id(query.after))
     if job.finished_ms is not None and after is not None:
         database = dispatcher().store.database
         if not event_reader.read_page(database, after, 1, job.id).events:
-            return Response(status=204)  # A browser does not come again after this.
-    return _stream(FollowEvents(EventFilter(job_id=job.id), after, heard))
+            return Response(status=204)  # A browser does not reconnect after this.
+    return _stream(FollowEvents(EventFilter(job_id=job.id), after, progress))
 
 
 def _last_event_id(after: str | None) -> str | None:
-    """What the client names as the last that it has."""
+    """Return the last event id that the client has, as it sent it."""
     return request.headers.get("Last-Event-ID") or after
 
 
-def _stream(following: FollowEvents) -> Response:
-    defer(request.environ, following)
-    return Response(status=200, content_type=_KIND, headers=_HEADERS)
+def _stream(follow: FollowEvents) -> Response:
+    defer(request.environ, follow)
+    return Response(status=200, content_type=_EVENT_STREAM, headers=_HEADERS)

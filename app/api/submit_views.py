@@ -1,4 +1,4 @@
-"""Submitting jobs: one, or many at once."""
+"""Submit one job, or a batch of jobs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from app import batch
 from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import current_tenant
-from app.context import asked, context, dispatcher
+from app.context import context, current_request, dispatcher
 from app.job_answers import BatchReceipt, BatchReceiptItem, queue_position
 from app.job_answers import SubmitReceipt as ReceiptView
 from app.request_deadline import answered_in_time
@@ -27,21 +27,22 @@ from slotkeeper.jobs.values import new_job_id
 from slotkeeper.registry.tenants import Tenant
 from tasks.services import workers
 
-Answer = tuple[dict[str, Any], int, dict[str, str]]
-
 api = blueprint("queue", "Submit", "/queue")
 
-_KEY = optional_headers(Idempotency_Key="Names this request: sent again within a day, it is the same job.")
+_KEY = optional_headers(
+    Idempotency_Key="Names this request: if it is sent again within a day, it returns the same job."
+)
 _MAX_BATCH_KEY_CHARS = MAX_KEY_LENGTH - len(f"/{batch.MAX_BATCH_JOBS - 1}")
 _BATCH_KEY = optional_headers(
-    _MAX_BATCH_KEY_CHARS, Idempotency_Key="Names this batch: sent again within a day, it is the same jobs."
+    _MAX_BATCH_KEY_CHARS,
+    Idempotency_Key="Names this batch: if it is sent again within a day, it returns the same jobs.",
 )
 _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
 
 
 @api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
 @answered_in_time
-def submit(body: SubmitBody) -> Answer:
+def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     """Submit a job.
 
     The response is sent after the job is stored.  `next_step` and `position` describe what comes next.
@@ -50,13 +51,13 @@ def submit(body: SubmitBody) -> Answer:
     cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
     model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
     """
-    whose, sent, found = current_tenant(), asked().environ, context()
-    wanted = submission(body, whose, sent.get("HTTP_IDEMPOTENCY_KEY"), sent.get("HTTP_TRACEPARENT"))
-    (receipt,) = found.dispatcher.submit([wanted], whose)
+    tenant, environ, use_cases = current_tenant(), current_request().environ, dispatcher()
+    job = submission(body, tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
+    (receipt,) = use_cases.submit([job], tenant)
     accepted = receipt.accepted
-    where, links = queue_position(accepted.state, _position_of(found.dispatcher, receipt)), _links(accepted.id)
-    answer = ReceiptView.build(accepted, **where, notice=_notice(receipt), links=links)
-    return answer, 202, {"Location": links["self"]}
+    position, links = queue_position(accepted.state, _position_of(use_cases, receipt)), _links(accepted.id)
+    view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=links)
+    return view, 202, {"Location": links["self"]}
 
 
 @api.post(
@@ -68,28 +69,30 @@ def submit(body: SubmitBody) -> Answer:
 def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     """Submit up to 1000 jobs: all of them are accepted, or none.
 
-    A JSON array, or one JSON object a line (application/x-ndjson).  A refusal names the `index` of the job,
-    counted from 0.  Several requests that name the same `batch` submit one batch.
+    The body is a JSON array, or one JSON object per line (application/x-ndjson).  A refusal names the `index` of the
+    job, counted from 0.  Several requests that name the same `batch` submit one batch.
     """
-    whose, sent = current_tenant(), request.headers
-    key, trace = check_idempotency_key(sent.get("Idempotency-Key"), _MAX_BATCH_KEY_CHARS), sent.get("traceparent")
+    tenant, headers = current_tenant(), request.headers
+    key = check_idempotency_key(headers.get("Idempotency-Key"), _MAX_BATCH_KEY_CHARS)
+    traceparent = headers.get("traceparent")
     settings = context().settings
     items = batch.read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
-    wanted = [
-        replace(_batch_submission(index, item, whose, key, trace), batch=name) for index, item in enumerate(items)
+    submissions = [
+        replace(_batch_submission(index, item, tenant, key, traceparent), batch=name)
+        for index, item in enumerate(items)
     ]
-    receipts = dispatcher().submit(wanted, whose)
-    jobs = [BatchReceiptItem.build(it.accepted, notice=it.notice) for it in receipts]
-    accepted = sum(not it.accepted.deduplicated for it in receipts)
-    known_as = name if accepted else _find_batch_name(receipts[0])
-    return BatchReceipt.build(batch=known_as, accepted=accepted, jobs=jobs), 202
+    receipts = dispatcher().submit(submissions, tenant)
+    jobs = [BatchReceiptItem.build(receipt.accepted, notice=receipt.notice) for receipt in receipts]
+    accepted = sum(not receipt.accepted.deduplicated for receipt in receipts)
+    stored_name = name if accepted else _find_batch_name(receipts[0])
+    return BatchReceipt.build(batch=stored_name, accepted=accepted, jobs=jobs), 202
 
 
 def submission(
     body: SubmitBody, tenant: Tenant, key: str | None, traceparent: str | None, batch: str | None = None
 ) -> Submission:
-    """Return the submission of a body.  Raises InvalidJob for a time that is none."""
+    """Return the submission of a body.  Raises InvalidJob for an invalid time."""
     _, not_before_ms = moment(body.not_before)
     return Submission(
         body,
@@ -101,39 +104,39 @@ def submission(
     )
 
 
-def moment(given: Any) -> tuple[Any, int | None]:
-    """(seconds from now, None) or (None, ms since the epoch).  Raises InvalidJob."""
-    if not isinstance(given, str):
-        return given, None
+def moment(value: Any) -> tuple[Any, int | None]:
+    """Return a time as (seconds from now, None), or as (None, ms since the epoch).  Raises InvalidJob."""
+    if not isinstance(value, str):
+        return value, None
     try:
-        when = datetime.fromisoformat(given)
+        when = datetime.fromisoformat(value)
     except ValueError:
-        raise InvalidJob("not_before", f"not_before {_SHAPE}") from None
+        raise InvalidJob("not_before", f"not_before {_TIME_FORMAT}") from None
     if when.tzinfo is None:
-        raise InvalidJob("not_before", f"not_before names no zone; {_SHAPE}")
+        raise InvalidJob("not_before", f"not_before names no zone; {_TIME_FORMAT}")
     try:
         return None, round(when.timestamp() * 1000)
     except (OverflowError, ValueError):
         raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
 
 
-_SHAPE = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
+_TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
 def _batch_submission(
-    index: int, item: batch.BatchItem, whose: Tenant, key: str | None, trace: str | None
+    index: int, item: batch.BatchItem, tenant: Tenant, key: str | None, traceparent: str | None
 ) -> Submission:
-    own_key = item.idempotency_key
-    if own_key is None and key is not None:
-        own_key = f"{key}/{index}"
+    item_key = item.idempotency_key
+    if item_key is None and key is not None:
+        item_key = f"{key}/{index}"
     with error_index(index):
-        return submission(item, whose, own_key, trace)
+        return submission(item, tenant, item_key, traceparent)
 
 
 def _find_batch_name(receipt: Receipt) -> str | None:
-    """What a job that had been accepted before came in."""
-    known = dispatcher().store.get(receipt.accepted.id)
-    return None if known is None else known.batch
+    """Return the batch of a job that was accepted before; None: it has none, or was removed."""
+    job = dispatcher().store.get(receipt.accepted.id)
+    return None if job is None else job.batch
 
 
 def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
@@ -145,9 +148,8 @@ def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
 
 
 def _notice(receipt: Receipt) -> str | None:
-    if (
-        receipt.notice is None and receipt.position is not None
-    ):  # Redis has just answered; no submit waits for it twice.
+    # With a position, Redis has just answered: a submit must not wait for an unavailable Redis twice.
+    if receipt.notice is None and receipt.position is not None:
         with suppress(RedisError):
             if not workers().is_any_alive():
                 return f"At present {explain.NO_WORKER}; the job waits until one does."
@@ -155,5 +157,5 @@ def _notice(receipt: Receipt) -> str | None:
 
 
 def _links(job_id: str) -> dict[str, str]:
-    own = f"/queue/jobs/{job_id}"
-    return {"self": own, **{name: f"{own}/{name}" for name in ("cancel", "attempts", "explain")}}
+    path = f"/queue/jobs/{job_id}"
+    return {"self": path, **{name: f"{path}/{name}" for name in ("cancel", "attempts", "explain")}}

@@ -1,4 +1,4 @@
-"""Tenants: who has a key, and who is paused, draining or frozen.  Keys are made on the command line."""
+"""Tenants: their keys, limits and states.  Keys are created on the command line."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from app.api.catalog_changes import admin_blueprint, refresh_redis
 from app.api.openapi import no_store, problem_responses
 from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.schemas import server_schemas as shape
+from app.schemas import server_schemas
 from app.schemas.job_schemas import TenantBody, TenantPath
 from app.schemas.server_schemas import TenantList, TenantView, WebhookSecretView
 from slotkeeper.clock import now_ms
@@ -19,17 +19,18 @@ api = no_store(admin_blueprint("tenants", "Tenants", "/admin"))
 
 @api.get("/tenants", responses={200: TenantList})
 def list_tenants() -> dict[str, Any]:
-    """List the tenants that have a key, and those that do not stand online."""
-    keyed, states = _keyed(), dispatcher().catalog.refresh().tenants
+    """List the tenants that have a key, and those that are not online."""
+    keyed, states = _tenants_with_key(), dispatcher().catalog.refresh().tenants
     names = sorted(keyed.keys() | states.keys())
-    return TenantList.build(tenants=[shape.tenant_view(name, keyed.get(name), states.get(name)) for name in names])
+    views = [server_schemas.tenant_view(name, keyed.get(name), states.get(name)) for name in names]
+    return TenantList.build(tenants=views)
 
 
 @api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problem_responses(400, 404, 409, 413, 415, 422)})
 def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
     """Change a tenant's limits, or drain, pause, freeze or resume it for all models.
 
-    Limits need a tenant that has a key, and apply within seconds.
+    Only a tenant with a key can have limits; they apply within seconds.
 
     paused: none of its jobs starts, submits are accepted.  draining: its waiting jobs start, submits are 409.  frozen:
     none of its jobs starts, submits are 409.  Running jobs go on in each case.
@@ -41,14 +42,14 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
         catalog().set_tenant_state(
             name, body.state, reason=body.reason or "", by=current_tenant().name, now_ms=now_ms()
         )
-    now = dispatcher().catalog.refresh()
-    refresh_redis(*now.fleets())
-    return shape.tenant_view(name, _keyed().get(name), now.tenants.get(name))
+    snapshot = dispatcher().catalog.refresh()
+    refresh_redis(*snapshot.fleets())
+    return server_schemas.tenant_view(name, _tenants_with_key().get(name), snapshot.tenants.get(name))
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
 def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
-    """Show the secret with which a tenant verifies its webhooks.  It need not have a key."""
+    """Show the secret with which a tenant verifies its webhooks.  The tenant need not have a key."""
     return _secret_view(path.tenant, secret_rotations().get(check_tenant_name(path.tenant)))
 
 
@@ -56,16 +57,16 @@ def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
 def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Give a tenant a new webhook secret.
 
-    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
-    rotated again within that day, the oldest one is signed with no more.
+    For a day messages are also signed with the former secret, so that receivers can be updated.  If the secret is
+    rotated again within that day, the oldest secret is not used any more.
     """
     return _secret_view(path.tenant, secret_rotations().rotate(check_tenant_name(path.tenant), now_ms()))
 
 
 def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
     now = now_ms()
-    return shape.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
+    return server_schemas.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
-def _keyed() -> dict[str, Tenant]:
-    return {it.name: it for it in Tenants(database()).list_all()}
+def _tenants_with_key() -> dict[str, Tenant]:
+    return {tenant.name: tenant for tenant in Tenants(database()).list_all()}

@@ -1,13 +1,13 @@
-"""Webhooks: addresses that are told what happens to jobs.  A tenant sees its own, who may administer all."""
+"""Webhooks: URLs that receive the events of jobs.  A tenant sees its own webhooks; an administrator sees all."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from app.api.job_views import visible_job
 from app.api.openapi import blueprint, no_store, problem_responses
-from app.auth.access import current_tenant
+from app.auth.access import current_tenant, visible_tenant
 from app.request_json import parse_time
-from app.schemas import webhook_schemas as shape
+from app.schemas import webhook_schemas
 from app.schemas.webhook_schemas import (
     CallbackDeliveriesQuery,
     CallbackList,
@@ -51,28 +51,28 @@ api = no_store(blueprint("webhooks", "Webhooks", "/webhooks"))
 @api.get("", responses={200: WebhookList, **problem_responses(422)})
 def list_webhooks(query: WebhookQuery) -> dict[str, Any]:
     """List webhooks, the oldest first."""
-    mine = current_tenant()
-    found = _subscriptions().list_of_tenant(query.tenant if mine.admin else mine.name, query.cursor or "", query.limit)
-    cursor = found[-1].id if len(found) == query.limit else None
-    return WebhookList.build(webhooks=_views(found), next_cursor=cursor)
+    tenant = query.tenant if current_tenant().admin else current_tenant().name
+    webhooks = _subscriptions().list_of_tenant(tenant, query.cursor or "", query.limit)
+    cursor = webhooks[-1].id if len(webhooks) == query.limit else None
+    return WebhookList.build(webhooks=_views(webhooks), next_cursor=cursor)
 
 
 @api.post("", responses={201: NewWebhookView, **problem_responses(400, 409, 413, 415, 422)})
 def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
-    """Add a webhook: an address that receives the events of a tenant's jobs from now on.
+    """Add a webhook: a URL that receives the events of a tenant's jobs from now on.
 
     Messages are signed as Standard Webhooks defines, with a secret that only this response shows.  Messages about one
     job arrive in order, each at least once and always with the same webhook-id.
     """
-    mine = current_tenant()
-    whose = mine.name if body.tenant is None else check_tenant_name(body.tenant)
-    if whose != mine.name and not mine.admin:
+    caller = current_tenant()
+    tenant = caller.name if body.tenant is None else check_tenant_name(body.tenant)
+    if tenant != caller.name and not caller.admin:
         raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for administrators")
     id_ = new_id()
     secret, sealed = vault.new_signing_secret(id_)
     new = Subscription(
         id=id_,
-        tenant=whose,
+        tenant=tenant,
         url=_validate_url(body.url),
         types=frozenset(body.events or END_EVENT_TYPES),
         sealed=sealed,
@@ -82,123 +82,128 @@ def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
         max_per_s=body.max_per_s,
     )
     added = _subscriptions().add(new, TaskSettings().webhook_most_receivers)
-    return NewWebhookView.build(added, **shape.webhook_status(added, waiting=0, now_ms=now_ms()), secret=secret), 201
+    status = webhook_schemas.webhook_status(added, waiting=0, now_ms=now_ms())
+    return NewWebhookView.build(added, **status, secret=secret), 201
 
 
 @api.get("/given-up", responses={200: GivenUpList, **problem_responses(404, 422)})
 def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
-    """List messages that were given up, by webhook, the newest first.  The last thousand of each are kept."""
+    """List messages of webhooks that were given up, the newest first.  The last thousand of each webhook are stored."""
     if query.webhook is not None:
         _visible_webhook(query.webhook)
-    found = Redelivery(database()).list_given_up_webhooks(
-        _whose(), query.webhook, shape.decode_message_cursor(query.cursor), query.limit
+    messages = Redelivery(database()).list_given_up_webhooks(
+        visible_tenant(), query.webhook, webhook_schemas.decode_message_cursor(query.cursor), query.limit
     )
-    cursor = shape.encode_message_cursor(found, query.limit)
-    return GivenUpList.build(messages=[GivenUpView.build(it) for it in found], next_cursor=cursor)
+    cursor = webhook_schemas.encode_message_cursor(messages, query.limit)
+    return GivenUpList.build(messages=[GivenUpView.build(message) for message in messages], next_cursor=cursor)
 
 
 @api.get("/callbacks/given-up", responses={200: CallbackList, **problem_responses(422)})
 def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
-    """List messages to jobs' `callback_url` that were given up, those whose jobs ended last first."""
-    whose = query.tenant if current_tenant().admin else current_tenant().name
-    found = Redelivery(database()).list_given_up_callbacks(
-        whose, shape.decode_callback_cursor(query.cursor), query.limit
+    """List messages to jobs' `callback_url` that were given up.  The message of the job that ended last comes first."""
+    tenant = query.tenant if current_tenant().admin else current_tenant().name
+    callbacks = Redelivery(database()).list_given_up_callbacks(
+        tenant, webhook_schemas.decode_callback_cursor(query.cursor), query.limit
     )
-    cursor = shape.encode_callback_cursor(found, query.limit)
-    return CallbackList.build(callbacks=[CallbackView.build(it) for it in found], next_cursor=cursor)
+    cursor = webhook_schemas.encode_callback_cursor(callbacks, query.limit)
+    return CallbackList.build(callbacks=[CallbackView.build(callback) for callback in callbacks], next_cursor=cursor)
 
 
 @api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problem_responses(400, 404, 413, 415, 422)})
 def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
-    """Send messages to jobs' `callback_url` once more, under the same webhook-ids: one, or what was given up."""
+    """Send messages to jobs' `callback_url` again with the same webhook-ids: one message, or all that were given up."""
     redelivery = Redelivery(database())
-    whose = None if body.tenant is None else check_tenant_name(body.tenant)
-    whose = whose if current_tenant().admin else current_tenant().name
+    tenant = None if body.tenant is None else check_tenant_name(body.tenant)
+    tenant = tenant if current_tenant().admin else current_tenant().name
     if body.message is None:
         since_ms = 0 if body.since is None else parse_time("since", body.since)
-        sent = redelivery.retry_callbacks(whose, since_ms, now_ms())
+        sent = redelivery.retry_callbacks(tenant, since_ms, now_ms())
         return CallbacksReplayView.build(message=None, since=body.since, sent=sent), 202
-    if not body.message.isprintable() or not redelivery.retry_callback(body.message, whose, now_ms()):
+    if not body.message.isprintable() or not redelivery.retry_callback(body.message, tenant, now_ms()):
         raise NotFound("There is no such callback, or its job has been removed.", message=body.message)
     return CallbacksReplayView.build(message=body.message, since=body.since, sent=1), 202
 
 
 @api.get("/callbacks/deliveries", responses={200: DeliveryList, **problem_responses(404, 409, 422)})
 def list_callback_deliveries(query: CallbackDeliveriesQuery) -> dict[str, Any]:
-    """List the tries of the messages to a job's `callback_url`, the newest first: the last twenty, while it is kept."""
+    """List the delivery attempts to a job's `callback_url`, the newest first.
+
+    The last twenty are stored, for as long as the job is.
+    """
     return _delivery_list(visible_job(query.job_id).id, query.cursor, query.limit)
 
 
 @api.get("/<webhook>", responses={200: WebhookView, **problem_responses(404)})
 def get_webhook(path: WebhookPath) -> dict[str, Any]:
-    """Show a webhook, and how it does."""
+    """Show a webhook and its status."""
     return _view(_visible_webhook(path.webhook))
 
 
 @api.patch("/<webhook>", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
 def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
-    """Change a webhook's address, events, template, description or rate, also for its pending messages."""
-    named = body.model_fields_set
+    """Change a webhook's URL, events, template, description or rate, also for its pending messages."""
+    fields = body.model_fields_set
     values: dict[str, Any] = {}
     if body.url is not None:
         values["url"] = _validate_url(body.url)
     if body.events is not None:
         values["types"] = frozenset(body.events)
-    if "template" in named:
+    if "template" in fields:
         values["template"] = None if body.template is None else bodies.validate_template(body.template)
-    if "description" in named:
+    if "description" in fields:
         values["description"] = _validate_description(body.description)
-    if "max_per_s" in named:
+    if "max_per_s" in fields:
         values["max_per_s"] = body.max_per_s
     if not values:
         return _view(_visible_webhook(path.webhook))
-    return _view(_subscriptions().change(path.webhook, _whose(), **values))
+    return _view(_subscriptions().change(path.webhook, visible_tenant(), **values))
 
 
 @api.delete("/<webhook>", responses={204: None, **problem_responses(404, 415)})
 def remove_webhook(path: WebhookPath) -> tuple[str, int]:
-    """Remove a webhook with its pending messages and its deliveries."""
-    _subscriptions().remove(path.webhook, _whose())
+    """Remove a webhook, its pending messages, and its deliveries."""
+    _subscriptions().remove(path.webhook, visible_tenant())
     return "", 204
 
 
 @api.post("/<webhook>/test", responses={202: WebhookTestResult, **problem_responses(404, 409, 415)})
 def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
     """Send one test message, `webhook.test`, without retries; the webhook's deliveries show its outcome."""
-    found = _visible_webhook(path.webhook)
-    if not found.enabled:
-        raise Conflict("This webhook is disabled; enable it first.", webhook=found.id)
-    return WebhookTestResult.build(webhook=found.id, message=Redelivery(database()).send_test(found, now_ms())), 202
+    webhook = _visible_webhook(path.webhook)
+    if not webhook.enabled:
+        raise Conflict("This webhook is disabled; enable it first.", webhook=webhook.id)
+    message = Redelivery(database()).send_test(webhook, now_ms())
+    return WebhookTestResult.build(webhook=webhook.id, message=message), 202
 
 
 @api.post("/<webhook>/rotate", responses={200: NewSecretView, **problem_responses(404, 415)})
 def rotate_webhook(path: WebhookPath) -> dict[str, Any]:
-    """Give it a new secret.
+    """Give a webhook a new secret.
 
-    For a day messages are signed with the secret before as well, so that the receiver can be changed meanwhile;
-    rotated again within that day, the oldest one is signed with no more.
+    For a day messages are also signed with the former secret, so that the receiver can be updated.  If the secret is
+    rotated again within that day, the oldest secret is not used any more.
     """
-    found = _visible_webhook(path.webhook)
-    secret, sealed = vault.new_signing_secret(found.id)
-    changed = _view(_subscriptions().rotate_secret(found.id, _whose(), sealed, now_ms()))
-    return NewSecretView.build(webhook=found.id, secret=secret, former_until=changed["former_until"])
+    webhook = _visible_webhook(path.webhook)
+    secret, sealed = vault.new_signing_secret(webhook.id)
+    changed = _view(_subscriptions().rotate_secret(webhook.id, visible_tenant(), sealed, now_ms()))
+    return NewSecretView.build(webhook=webhook.id, secret=secret, former_until=changed["former_until"])
 
 
 @api.post("/<webhook>/enable", responses={200: WebhookView, **problem_responses(404, 415)})
 def enable_webhook(path: WebhookPath) -> dict[str, Any]:
-    """Tell it again, from where it was disabled on, and at once if it was left alone."""
-    return _view(_subscriptions().enable(path.webhook, _whose(), current_tenant().name, now_ms()))
+    """Enable a webhook: it receives the events since it was disabled.  Its next delivery is not delayed."""
+    return _view(_subscriptions().enable(path.webhook, visible_tenant(), current_tenant().name, now_ms()))
 
 
 @api.post("/<webhook>/disable", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
 def disable_webhook(path: WebhookPath, body: DisableBody) -> dict[str, Any]:
     """Disable a webhook.  When it is enabled, it receives the events since then of jobs that are still stored."""
-    return _view(_subscriptions().disable(path.webhook, _whose(), current_tenant().name, body.reason, now_ms()))
+    return _view(_subscriptions().disable(path.webhook, visible_tenant(), current_tenant().name, body.reason, now_ms()))
 
 
 @api.get("/<webhook>/deliveries", responses={200: DeliveryList, **problem_responses(404, 422)})
 def list_deliveries(path: WebhookPath, query: DeliveriesQuery) -> dict[str, Any]:
-    """List the tries of its messages, the newest first: of the last seven days, the last thousand."""
+    """List the delivery attempts of a webhook, the newest first: the last thousand of the last seven days."""
     return _delivery_list(_visible_webhook(path.webhook).id, query.cursor, query.limit)
 
 
@@ -208,55 +213,55 @@ def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any],
 
     Only events of jobs that are still stored are sent.
     """
-    found, now = _visible_webhook(path.webhook), now_ms()
+    webhook, now = _visible_webhook(path.webhook), now_ms()
     given_up: int | None = None
     if body.message is not None:
-        if not Redelivery(database()).replay_one(found, shape.event_id_of(body.message), now):
+        if not Redelivery(database()).replay_one(webhook, webhook_schemas.event_id_of(body.message), now):
             raise NotFound("The event of this message is not stored, or has been removed.", message=body.message)
     elif body.since is not None:
-        Redelivery(database()).replay(found, parse_time("since", body.since))
+        Redelivery(database()).replay(webhook, parse_time("since", body.since))
     else:
-        given_up = Redelivery(database()).retry_webhook(found, now)
-    return ReplayResult.build(webhook=found.id, message=body.message, since=body.since, given_up=given_up), 202
+        given_up = Redelivery(database()).retry_webhook(webhook, now)
+    return ReplayResult.build(webhook=webhook.id, message=body.message, since=body.since, given_up=given_up), 202
 
 
 def _subscriptions() -> Subscriptions:
     return Subscriptions(database())
 
 
-def _whose() -> str | None:
-    """Whose webhooks may be touched; None: anybody's."""
-    return None if current_tenant().admin else current_tenant().name
+def _visible_webhook(webhook_id: str) -> Subscription:
+    """Return a webhook that this request may see.  Raises NotFound, also for a webhook of another tenant."""
+    return _subscriptions().get(webhook_id, visible_tenant())
 
 
-def _visible_webhook(receiver_id: str) -> Subscription:
-    """Raises NotFound, also for those of others."""
-    return _subscriptions().get(receiver_id, _whose())
+def _view(webhook: Subscription) -> dict[str, Any]:
+    return _views([webhook])[0]
 
 
-def _view(found: Subscription) -> dict[str, Any]:
-    return _views([found])[0]
-
-
-def _views(found: Sequence[Subscription]) -> list[dict[str, Any]]:
-    ids, now = [one.id for one in found], now_ms()
+def _views(webhooks: Sequence[Subscription]) -> list[dict[str, Any]]:
+    ids, now = [webhook.id for webhook in webhooks], now_ms()
     pending, refused = _subscriptions().count_pending(ids), _subscriptions().find_refused(ids)
-    unwritten = count_unwritten(database(), found)
+    unwritten = count_unwritten(database(), webhooks)
     waiting = {id_: pending.get(id_, 0) + unwritten.get(id_, 0) for id_ in ids}
     return [
-        WebhookView.build(one, **shape.webhook_status(one, waiting[one.id], now, refused.get(one.id))) for one in found
+        WebhookView.build(
+            webhook,
+            **webhook_schemas.webhook_status(webhook, waiting[webhook.id], now, refused.get(webhook.id)),
+        )
+        for webhook in webhooks
     ]
 
 
 def _delivery_list(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
-    """TryList."""
-    found = Redelivery(database()).list_attempts(receiver_id, shape.decode_delivery_cursor(cursor), limit)
-    shown = [shape.delivery_view(it, shows_inside=current_tenant().admin) for it in found]
-    return DeliveryList.build(deliveries=shown, next_cursor=shape.encode_delivery_cursor(found, limit))
+    """Return a page of delivery attempts.  `receiver_id`: of a webhook, or the id of a job with a `callback_url`."""
+    attempts = Redelivery(database()).list_attempts(receiver_id, webhook_schemas.decode_delivery_cursor(cursor), limit)
+    views = [webhook_schemas.delivery_view(attempt, shows_inside=current_tenant().admin) for attempt in attempts]
+    next_cursor = webhook_schemas.encode_delivery_cursor(attempts, limit)
+    return DeliveryList.build(deliveries=views, next_cursor=next_cursor)
 
 
 def _validate_url(url: str) -> str:
-    """Raises InvalidRequest where nothing may be sent to it."""
+    """Return the URL.  Raises InvalidRequest if no message may be sent to it."""
     problem = check_url(url, parse_networks(TaskSettings().webhook_allow))
     if problem is not None:
         raise InvalidRequest("url", f"url: {problem}")
@@ -264,7 +269,7 @@ def _validate_url(url: str) -> str:
 
 
 def _validate_description(text: str | None) -> str:
-    """Raises InvalidRequest for what cannot be shown on one line."""
+    """Return the description, or "".  Raises InvalidRequest if it cannot be shown on one line."""
     if text and not text.isprintable():
         raise InvalidRequest("description", "description must be printable, and on one line")
     return text or ""

@@ -1,9 +1,9 @@
-"""Who may come in.
+"""Authentication and authorization of requests.
 
-With keys (SLOTKEEPER_REQUIRE_KEYS): `Authorization: Bearer sk_…` names a tenant; /admin asks for one that may
-administer.  Without keys everybody is the tenant LOCAL, so only this machine is served, and nothing that a web
-page in this machine's browser could send: neither to a name that was bound to 127.0.0.1 (DNS rebinding), nor
-from another origin (CSRF).
+With keys (SLOTKEEPER_REQUIRE_KEYS), `Authorization: Bearer sk_…` names a tenant, and /admin requires the key of an
+administrator.  Without keys each client is the tenant LOCAL.  Then only clients on this machine are served, and
+requests that a web page in a browser on this machine could send are refused: those to a host name that was bound to
+127.0.0.1 (DNS rebinding), and those from another origin (CSRF).
 """
 
 import re
@@ -19,7 +19,7 @@ from flask import Flask, Request, Response, g, request
 from flask_httpauth import HTTPTokenAuth
 
 from app.config import AppSettings, is_loopback
-from app.context import application, asked
+from app.context import application, current_request
 from app.problems import ProblemError, problem_response
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
@@ -29,20 +29,20 @@ View = TypeVar("View", bound=Callable[..., object])
 
 ADMIN, AUDIT = "admin", "audit"
 _COMMAND_LINE = "slotkeeper-cli"
-"""What the command line calls itself; anybody can, so it says by which door somebody came, and opens none."""
+"""The User-Agent of the command line.  Any client can send it, so it is only logged, and allows nothing."""
 _EXTENSION = "slotkeeper_keys"
 _MOST_CACHED = 4096
-_CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _FORWARDED = re.compile(
     "HTTP_(FORWARDED|VIA|CDN_LOOP|X_(ORIGINAL_)?FORWARDED(_.*)?|X_REAL_IP|X_(CLUSTER_)?CLIENT_IP|X_AZURE_CLIENTIP"
     "|X_ENVOY_EXTERNAL_ADDRESS|(TRUE_CLIENT|CF_CONNECTING|FASTLY_CLIENT|FLY_CLIENT)_IP)"
 )
-# A page of another origin cannot send these without asking first, which nobody here answers.
+# A page of another origin can send these only after a CORS preflight request, which the API never allows.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
 
 
 class _Bearer(HTTPTokenAuth):
-    """Flask-HTTPAuth's token scheme, for which everybody is LOCAL while no keys are asked for."""
+    """Flask-HTTPAuth's token scheme.  Each client is LOCAL_TENANT if no keys are required."""
 
     def authenticate(self, auth: Any, stored_password: Any) -> Any:
         return LOCAL_TENANT if keys() is None else super().authenticate(auth, stored_password)
@@ -52,25 +52,25 @@ _scheme = _Bearer("Bearer", realm="slotkeeper")
 
 
 def keys() -> "Keys | None":
-    """Of this application; None: it asks for none."""
-    found: Keys | None = application().extensions[_EXTENSION]
-    return found
+    """Return the keys of this application; None: it requires none."""
+    cached_keys: Keys | None = application().extensions[_EXTENSION]
+    return cached_keys
 
 
 def _settings() -> AppSettings:
-    found: AppSettings = application().extensions["slotkeeper_settings"]
-    return found
+    settings: AppSettings = application().extensions["slotkeeper_settings"]
+    return settings
 
 
 class Keys:
-    """Looks keys up, and remembers the answers for a moment.  Safe between threads."""
+    """Finds the tenants of keys, and caches them for `cache_s` seconds.  Thread-safe."""
 
     def __init__(self, tenants: Tenants, cache_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._tenants = tenants
         self._cache_s = cache_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[float, Tenant | None]] = {}
+        self._cache: dict[str, tuple[float, Tenant | None]] = {}
 
     def tenant(self, key: str) -> Tenant | None:
         """Return the tenant of a key, or None.  Raises DatabaseUnavailable."""
@@ -79,138 +79,145 @@ class Keys:
     def of_hashed(self, hashed: str) -> Tenant | None:
         """Return the tenant whose key has this hash, or None.  Raises DatabaseUnavailable."""
         now = self._clock()
-        known = self._known.get(hashed)
-        if known is not None and now < known[0]:
-            return known[1]
-        found = self._tenants.find_by_hash(hashed)
+        cached = self._cache.get(hashed)
+        if cached is not None and now < cached[0]:
+            return cached[1]
+        tenant = self._tenants.find_by_hash(hashed)
         with self._lock:
-            if len(self._known) >= _MOST_CACHED:
-                self._known.clear()  # Somebody tries keys out; the good ones are soon back.
-            self._known[hashed] = (now + self._cache_s, found)
-        return found
+            if len(self._cache) >= _MOST_CACHED:
+                self._cache.clear()  # A client tries keys out.  The valid keys are soon cached again.
+            self._cache[hashed] = (now + self._cache_s, tenant)
+        return tenant
 
 
 def register(app: Flask) -> None:
-    """Stand before every view of `app`, but for those marked as public."""
+    """Authorize each request to a view of `app`, except to those that are marked as public."""
     app.before_request(authorize)
     app.teardown_request(_reset_actor)
 
 
 def configure_access(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
-    """Say whose keys open `app`, where it asks for keys."""
+    """Set the settings of `app`, and the tenants whose keys it accepts if it requires keys."""
     app.extensions[_EXTENSION] = Keys(tenants, settings.key_cache_s) if settings.require_keys else None
     app.extensions["slotkeeper_settings"] = settings
 
 
 def public(view: View) -> View:
-    """Mark a view that asks for no key: it shows nothing."""
+    """Mark a view that requires no key, because it shows nothing confidential."""
     view.public = True  # type: ignore[attr-defined]
     return view
 
 
 def own_auth(view: View) -> View:
-    """Mark a view that asks for something else than a key, and may be asked from anywhere."""
-    view.own_guard = True  # type: ignore[attr-defined]
+    """Mark a view that authenticates requests itself, and serves clients on all machines."""
+    view.has_own_auth = True  # type: ignore[attr-defined]
     return view
 
 
 def metrics_access(view: View) -> View:
-    """Mark a view that shows figures of all tenants: the metrics key opens it, as an administrator's does."""
-    view.figures = True  # type: ignore[attr-defined]
+    """Mark a view that shows metrics of all tenants.  It requires the metrics key or an administrator's key."""
+    view.shows_metrics = True  # type: ignore[attr-defined]
     return view
 
 
 def page_access(view: View) -> View:
-    """Mark a view of the page: who asks is found by its cookie (app.page.login), and forms may be sent."""
-    view.for_people = True  # type: ignore[attr-defined]
+    """Mark a view of the page.  A cookie authenticates its requests (app.page.login), and they may be forms."""
+    view.is_page = True  # type: ignore[attr-defined]
     return view
 
 
-def set_tenant(whose: Tenant) -> None:
-    """This request is that tenant's, as something else than a key has shown."""
-    _set_actor(whose, "page")
+def set_tenant(tenant: Tenant) -> None:
+    """Set the tenant of this request, which the page has authenticated by its cookie."""
+    _set_actor(tenant, "page")
 
 
-def _set_actor(whose: Tenant, door: str) -> None:
-    """Whatever this request changes is noted as done by them, and its lines in the log say whose it is."""
-    g.flask_httpauth_user = whose
-    logs.bind_context(tenant=whose.name)
-    audit.set_actor(Actor(whose.name, door, asked().environ.get("REMOTE_ADDR") or None))
+def _set_actor(tenant: Tenant, interface: str) -> None:
+    """Set the tenant of this request, and the actor for the audit log and the log."""
+    g.flask_httpauth_user = tenant
+    logs.bind_context(tenant=tenant.name)
+    audit.set_actor(Actor(tenant.name, interface, current_request().environ.get("REMOTE_ADDR") or None))
 
 
 def _reset_actor(_: BaseException | None) -> None:
-    """The next request of this thread is somebody else's."""
+    """Remove the actor: the next request of this thread may have another tenant."""
     audit.set_actor(audit.SYSTEM)
     logs.bind_context()
 
 
 def current_tenant() -> Tenant:
-    """Whose request this is."""
-    found = g.get("flask_httpauth_user")
-    assert isinstance(found, Tenant), "only views behind the guard know a tenant"
-    return found
+    """Return the tenant of this request."""
+    tenant = g.get("flask_httpauth_user")
+    assert isinstance(tenant, Tenant), "a view without authentication has no tenant"
+    return tenant
+
+
+def visible_tenant() -> str | None:
+    """Return the tenant whose jobs this request may see; None: those of all tenants."""
+    tenant = current_tenant()
+    return None if tenant.admin else tenant.name
 
 
 def authorize() -> Response | None:
-    seen = asked()
-    view = application().view_functions.get(seen.endpoint or "")
-    if view is None or getattr(view, "own_guard", False):
+    """Authorize this request before its view.  Return the refusal, or None.  Raises ProblemError."""
+    request = current_request()
+    view = application().view_functions.get(request.endpoint or "")
+    if view is None or getattr(view, "has_own_auth", False):
         return None
-    environ, is_open = seen.environ, keys() is None
-    if is_open:
+    environ, requires_key = request.environ, keys() is not None
+    if not requires_key:
         reject_remote(environ)
-    if getattr(view, "public", False) or getattr(view, "for_people", False):
+    if getattr(view, "public", False) or getattr(view, "is_page", False):
         return None
-    if getattr(view, "figures", False):
+    if getattr(view, "shows_metrics", False):
         return None if _has_metrics_key() else require_admin()
     method = environ["REQUEST_METHOD"]
-    if method in _CHANGES:
-        reject_form_body(seen)
-    refused: Response | None = None if is_open else _identify()
-    if refused is None and method != "OPTIONS":  # which nobody needs a key for
-        whose = LOCAL_TENANT if is_open else current_tenant()
-        _set_actor(whose, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
-    return refused
+    if method in _CHANGING_METHODS:
+        reject_form_body(request)
+    refusal: Response | None = _identify() if requires_key else None
+    if refusal is None and method != "OPTIONS":  # Flask-HTTPAuth authenticates no OPTIONS request.
+        tenant = current_tenant() if requires_key else LOCAL_TENANT
+        _set_actor(tenant, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
+    return refusal
 
 
 def _has_metrics_key() -> bool:
     key = _settings().metrics_key.encode()
-    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    scheme, _, sent_key = request.headers.get("Authorization", "").partition(" ")
     is_bearer = scheme.lower() == "bearer"
-    return bool(key) and keys() is not None and is_bearer and compare_digest(shown.encode(errors="replace"), key)
+    return bool(key) and keys() is not None and is_bearer and compare_digest(sent_key.encode(errors="replace"), key)
 
 
 @_scheme.login_required
 def _identify() -> None:
-    """Let Flask-HTTPAuth read the header and remember the tenant."""
+    """Let Flask-HTTPAuth read the header and store the tenant in `g`."""
 
 
 def require_admin() -> Response | None:
-    """For before_request of what only administrators may do."""
-    refused: Response | None = _identify_admin()
-    return refused
+    """Return the refusal of a request without an administrator's key, or None.  For before_request."""
+    refusal: Response | None = _identify_admin()
+    return refusal
 
 
 @_scheme.login_required(role=ADMIN)
 def _identify_admin() -> None:
-    """As _identify, of one who may administer."""
+    """As _identify, and require an administrator."""
 
 
 def require_audit() -> Response | None:
-    """For before_request of what only those may see who have the right to audit, or administer."""
-    refused: Response | None = _identify_auditor()
-    return refused
+    """Return the refusal of a request without the right to audit or to administer, or None.  For before_request."""
+    refusal: Response | None = _identify_auditor()
+    return refusal
 
 
 @_scheme.login_required(role=AUDIT)
 def _identify_auditor() -> None:
-    """As _identify, of one who may see who did what."""
+    """As _identify, and require the right to audit."""
 
 
 @_scheme.verify_token
 def _verify(key: str) -> Tenant | None:
-    known = keys()
-    return None if known is None else known.tenant(key)
+    cached_keys = keys()
+    return None if cached_keys is None else cached_keys.tenant(key)
 
 
 @_scheme.get_user_roles
@@ -219,7 +226,7 @@ def _roles(user: Tenant) -> list[str]:
 
 
 @_scheme.error_handler
-def _refused(status: int) -> Response:
+def _refusal(status: int) -> Response:
     if status == 403:
         detail = "Send the key of a tenant that may administer, or that has the right to do this."
         return problem_response(403, "forbidden", "Not allowed", detail)
@@ -231,7 +238,7 @@ def _refused(status: int) -> Response:
 
 
 def reject_remote(environ: Mapping[str, Any]) -> None:
-    """Only this machine, under a name that only it has, and no web page but our own."""
+    """Refuse requests from another machine, to a foreign host name, or from another site.  Raises ProblemError."""
     remote = environ.get("REMOTE_ADDR", "")
     if remote and not is_loopback(remote.partition("%")[0]):
         raise ProblemError(
@@ -239,10 +246,10 @@ def reject_remote(environ: Mapping[str, Any]) -> None:
         )
     reject_forwarded(environ, remote)
     host = environ.get("HTTP_HOST", "")
-    if not _is_own(host):
+    if not _is_own_host(host):
         detail = f"Without keys the Host header must name this machine, such as 127.0.0.1 or localhost. {_KEYS}"
         raise ProblemError(421, "wrong_host", "Wrong Host header", detail)
-    if environ["REQUEST_METHOD"] in _CHANGES and not _is_same_origin(environ, host):
+    if environ["REQUEST_METHOD"] in _CHANGING_METHODS and not _is_same_origin(environ, host):
         raise ProblemError(
             403,
             "cross_origin",
@@ -255,13 +262,16 @@ _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 
 def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
-    """A proxy on this machine makes whoever reaches it look like this machine."""
-    told = next(filter(_FORWARDED.fullmatch, environ), None)
-    if told is None:
+    """Refuse a request that an untrusted proxy forwarded: its clients would count as this machine.
+
+    Raises ProblemError.
+    """
+    variable = next(filter(_FORWARDED.fullmatch, environ), None)
+    if variable is None:
         return
     if remote and _settings().is_trusted_proxy(remote.partition("%")[0]):
         return
-    header = told.removeprefix("HTTP_").replace("_", "-").title()
+    header = variable.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
         f"The header {header} shows that a proxy forwarded this request. Without keys each client of the proxy could "
         "administer: set SLOTKEEPER_REQUIRE_KEYS=true and create keys, or name the proxy in "
@@ -270,13 +280,15 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     raise ProblemError(403, "forwarded", "Forwarded by a proxy", detail)
 
 
-def _is_own(host: str) -> bool:
-    name = _name_in(host)
+def _is_own_host(host: str) -> bool:
+    """Return whether the Host header names this machine."""
+    name = _host_name(host)
     return name is not None and (is_loopback(name) or name in _settings().own_hostnames)
 
 
 @lru_cache(maxsize=64)
-def _name_in(host: str) -> str | None:
+def _host_name(host: str) -> str | None:
+    """Return the name in a Host header, without the port; None: it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -284,17 +296,17 @@ def _name_in(host: str) -> str | None:
 
 
 def _is_same_origin(environ: Mapping[str, Any], host: str) -> bool:
-    """Browsers name the origin of whatever changes something; other clients name none."""
+    """Return whether the request is from the same origin, or not from a browser: only browsers send an origin."""
     origin = environ.get("HTTP_ORIGIN")
     if origin is not None and origin.partition("://")[2] != host:
         return False
     return environ.get("HTTP_SEC_FETCH_SITE") in (None, "same-origin", "none")
 
 
-def reject_form_body(seen: Request) -> None:
-    """415 for a body that a form could have sent."""
-    if seen.mimetype in _SAFE_TYPES:
+def reject_form_body(request: Request) -> None:
+    """Refuse a body that a form of another site could have sent.  Raises ProblemError 415."""
+    if request.mimetype in _SAFE_TYPES:
         return
-    if seen.content_length or seen.content_type or "HTTP_TRANSFER_ENCODING" in seen.environ:
-        detail = f"The body is {seen.mimetype or 'of no known type'}; send JSON with Content-Type: application/json."
+    if request.content_length or request.content_type or "HTTP_TRANSFER_ENCODING" in request.environ:
+        detail = f"The body is {request.mimetype or 'of no known type'}; send JSON with Content-Type: application/json."
         raise ProblemError(415, "unsupported_media_type", "Not JSON", detail)

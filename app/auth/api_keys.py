@@ -1,4 +1,7 @@
-"""Cache the tenants of all API keys, for the server's limits and turns.  Authorization is in `app.auth.access`."""
+"""A cache of the tenants of all API keys, for the server's limits and fair queue.
+
+Authorization is in `app.auth.access`.
+"""
 
 import asyncio
 import time
@@ -14,19 +17,20 @@ from slotkeeper.db.time_limits import LOOK_S, time_limit
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.registry.tenants import Tenant, Tenants, hash_key
 
-_MIN_PAUSE_S, _PAUSE_FACTOR = 1.0, 30  # between two readings: at least so long, and so many times as long as one takes
+# The pause between two reads of all keys: at least one second, and 30 times as long as a read takes.
+_MIN_PAUSE_S, _PAUSE_FACTOR = 1.0, 30
 
 
 class OwnerKind(Enum):
-    OPERATOR = "operator"  # of a key that may administer
+    OPERATOR = "operator"  # an administrator's key, or the metrics key
     TENANT = "tenant"
-    LOCAL = "local"  # everybody, while no keys are asked for
-    ANONYMOUS = "stranger"  # of no valid key
+    LOCAL = "local"  # each client, if no keys are required
+    ANONYMOUS = "stranger"  # a client without a valid key
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who pays for room and turns: a tenant, or an address that has shown no valid key."""
+    """The account to which memory and threads are charged: a tenant, or an address without a valid key."""
 
     name: str
     kind: OwnerKind
@@ -37,40 +41,40 @@ class Owner:
 
 
 class KeyCache:
-    """Knows all keys, which are read every few seconds, and where a request shows one that is new here."""
+    """Caches all keys.  They are read every few seconds, and when a request has a key that is not cached."""
 
-    def __init__(self, keys: Tenants | None, visits: SessionKeys, metrics_key: str = "") -> None:
-        """`keys`: None where requests need none.  `visits`: those to the page.  `metrics_key`: of no tenant, or ""."""
-        self._keys, self._visits = keys, visits
-        self._own = {hash_key(metrics_key): Owner("metrics key", OwnerKind.OPERATOR)} if metrics_key else {}
-        self._owners: Mapping[str, Owner] = self._own  # by hash of their key
+    def __init__(self, keys: Tenants | None, sessions: SessionKeys, metrics_key: str = "") -> None:
+        """`keys`: None: no keys are required.  `sessions`: those of the page.  `metrics_key`: "": there is none."""
+        self._keys, self._sessions = keys, sessions
+        self._metrics_owner = {hash_key(metrics_key): Owner("metrics key", OwnerKind.OPERATOR)} if metrics_key else {}
+        self._owners: Mapping[str, Owner] = self._metrics_owner  # by the hash of the key
         self._read_at = self._next_at = 0.0
         self._lock = asyncio.Lock()
 
     async def owner_of(self, environ: Mapping[str, Any]) -> Owner:
-        """Return whose request it is.  A key that is not known here may be new: all are read again."""
+        """Return the owner of a request.  Reads all keys again if its key is not cached: it may be new."""
         if self._keys is None:
             return Owner("", OwnerKind.LOCAL)
-        shown = self._shown(environ)
-        if shown and shown not in self._owners:
+        hashed = self._hashed_key(environ)
+        if hashed and hashed not in self._owners:
             await self.refresh()
-        return self._owners.get(shown) or Owner(_network_of(environ["REMOTE_ADDR"]), OwnerKind.ANONYMOUS)
+        return self._owners.get(hashed) or Owner(_network_of(environ["REMOTE_ADDR"]), OwnerKind.ANONYMOUS)
 
     def is_still_valid(self, owner: Owner, environ: Mapping[str, Any]) -> bool:
-        """Whether the key that a request has shown is, by the last reading, still a key of such an owner.
+        """Return whether the key of a request is still valid for this owner, as of the last read.
 
-        Not so where it was removed, its visit is over, or its tenant administers no more.
+        False: the key was removed, its session has ended, or its tenant is not an administrator any more.
         """
         if self._keys is None:
             return True
-        found = self._owners.get(self._shown(environ))
-        return found is not None and (found.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)
+        current = self._owners.get(self._hashed_key(environ))
+        return current is not None and (current.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)
 
     async def refresh(self) -> None:
-        """Read all keys, in a thread.  Those who ask while others wait for a reading share the next."""
-        asked = time.monotonic()
+        """Read all keys, in a thread.  Concurrent callers share one read, which begins after their calls."""
+        called_at = time.monotonic()
         async with self._lock:
-            if self._keys is not None and self._read_at <= asked:
+            if self._keys is not None and self._read_at <= called_at:
                 await asyncio.sleep(self._next_at - time.monotonic())
                 self._read_at = time.monotonic()
                 await asyncio.to_thread(self._read, self._keys)
@@ -78,17 +82,18 @@ class KeyCache:
                 self._next_at = time.monotonic() + max(_MIN_PAUSE_S, took_s * _PAUSE_FACTOR)
 
     def _read(self, keys: Tenants) -> None:
-        """A database that does not answer leaves what is known."""
+        """Read all keys.  If the database does not answer, the cache does not change."""
         with suppress(SlotkeeperError), time_limit(LOOK_S):
-            self._visits.read()
-            self._owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()} | self._own
+            self._sessions.read()
+            owners = {hashed: _owner(tenant) for hashed, tenant in keys.list_by_hash().items()}
+            self._owners = owners | self._metrics_owner
 
-    def _shown(self, environ: Mapping[str, Any]) -> str:
-        """Return the hash of the key that is shown, or "" where none is."""
+    def _hashed_key(self, environ: Mapping[str, Any]) -> str:
+        """Return the hash of a request's key, which is in the header or in the session; "": it has none."""
         scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
         if scheme.lower() == "bearer" and key.strip():
             return hash_key(key.strip())
-        return self._visits(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""
+        return self._sessions(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""
 
 
 def _owner(tenant: Tenant) -> Owner:
@@ -96,7 +101,7 @@ def _owner(tenant: Tenant) -> Owner:
 
 
 def _network_of(address: str) -> str:
-    """Return an address of IPv4, or the /64 of one of IPv6, whose owner has all addresses of that network."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address: one client has all addresses of such a network."""
     if ":" not in address:
         return address
     try:

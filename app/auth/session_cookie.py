@@ -1,8 +1,8 @@
-"""Visits to the page: a signed cookie that says whose key was shown, and until when.
+"""Sessions of the page: a signed cookie with the hash of the key of the log-in, and the time when it expires.
 
-Any process of the same installation takes what another has given; the record keeps only which visits were ended by a
-log-out (slotkeeper/registry/tenants.py).  In the cookie stands the key's hash and never the key: a key that is removed
-ends all visits made with it.
+All processes of an installation accept the same cookies.  The database has only the sessions that were ended by a
+log-out (slotkeeper/registry/tenants.py).  The cookie has the hash of the key and never the key itself.  Removing a key
+ends all sessions that began with it.
 """
 
 import base64
@@ -17,72 +17,76 @@ from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import RevokedSessions
 from tasks.security.keyring import session_keys
 
-_MAX_COOKIE_CHARS = 1000  # characters of a cookie that are looked at
+_MAX_COOKIE_CHARS = 1000  # The rest of a cookie is not read.
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`key`: the hash of the key that was shown; "": none was.  `until_ms`: when it is over, ms since the epoch."""
+    """A session of the page.
+
+    key_hash: the hash of the key of the log-in; "": there was no log-in.  until_ms: when it ends, ms since the epoch.
+    """
 
     id: str
     key_hash: str
     until_ms: int
 
 
-def new_session(key: str, lasts_s: int) -> Session:
-    """One under a name of its own, so that nobody can have laid it out for somebody else."""
-    return Session(secrets.token_urlsafe(18), key, now_ms() + lasts_s * 1000)
+def new_session(key_hash: str, lasts_s: int) -> Session:
+    """Return a session with a new random id, so that no other client can have chosen it (session fixation)."""
+    return Session(secrets.token_urlsafe(18), key_hash, now_ms() + lasts_s * 1000)
 
 
-def encode_session(visit: Session, key: bytes) -> str:
-    """The cookie."""
-    body = _encode(json.dumps([visit.id, visit.key_hash, visit.until_ms]).encode())
+def encode_session(session: Session, key: bytes) -> str:
+    """Return the value of the cookie.  `key`: it signs the cookie."""
+    body = _encode(json.dumps([session.id, session.key_hash, session.until_ms]).encode())
     return f"{body}.{_sign(key, 'visit', body)}"
 
 
 def decode_session(cookie: str, keys: Iterable[bytes]) -> Session | None:
-    """What a cookie says; None: it is none of ours, or over."""
+    """Return the session in a cookie; None: its signature is not valid, or it has ended."""
     body, _, signature = cookie[:_MAX_COOKIE_CHARS].partition(".")
     if not any(hmac.compare_digest(_sign(key, "visit", body).encode(), signature.encode()) for key in keys):
         return None
-    visit = Session(*json.loads(base64.urlsafe_b64decode(body)))
-    return visit if now_ms() < visit.until_ms else None
+    session = Session(*json.loads(base64.urlsafe_b64decode(body)))
+    return session if now_ms() < session.until_ms else None
 
 
 def cookie_name(port: int) -> str:
-    """Of its own for each port: browsers do not tell ports apart, and several of us may run on one machine."""
+    """Return the cookie's name.  It has the port: browsers share cookies between the ports of one machine."""
     return f"slotkeeper_{port}"
 
 
 class SessionKeys:
-    """For whoever only gives turns: from a header Cookie the hash of the key whose visit it shows, "": of none.
+    """Returns the hash of the key whose session a header Cookie has; "": it has none.
 
-    It knows of log-outs by what `read` has read.
+    It is for the server's limits, not for authorization.  It rejects the sessions that had been revoked at the last
+    `read`.
     """
 
-    def __init__(self, port: int, visits: RevokedSessions) -> None:
-        self._mark = f"{cookie_name(port)}="
-        self._visits = visits
-        self._ended: frozenset[str] = frozenset()
+    def __init__(self, port: int, revoked_sessions: RevokedSessions) -> None:
+        self._prefix = f"{cookie_name(port)}="
+        self._revoked_sessions = revoked_sessions
+        self._revoked_ids: frozenset[str] = frozenset()
 
     def __call__(self, header: str) -> str:
         cookies = (part.strip() for part in header.split(";"))
-        shown = next((it.removeprefix(self._mark) for it in cookies if it.startswith(self._mark)), "")
-        visit = decode_session(shown.strip('"'), session_keys()) if shown else None
-        return visit.key_hash if visit is not None and visit.id not in self._ended else ""
+        value = next((text.removeprefix(self._prefix) for text in cookies if text.startswith(self._prefix)), "")
+        session = decode_session(value.strip('"'), session_keys()) if value else None
+        return session.key_hash if session is not None and session.id not in self._revoked_ids else ""
 
     def read(self) -> None:
-        """Raises DatabaseUnavailable."""
-        self._ended = self._visits.list_revoked(now_ms())
+        """Read the revoked sessions.  Raises DatabaseUnavailable."""
+        self._revoked_ids = self._revoked_sessions.list_revoked(now_ms())
 
 
-def form_token(visit: Session, key: bytes) -> str:
-    """What a form must bring along to be this visit's own: a page of somebody else cannot know it."""
-    return _sign(key, "form", visit.id)
+def form_token(session: Session, key: bytes) -> str:
+    """Return the token that each form of a session must have.  Pages of other sites cannot know it (CSRF)."""
+    return _sign(key, "form", session.id)
 
 
-def is_valid_form_token(token: str, visit: Session, keys: Iterable[bytes]) -> bool:
-    return any(hmac.compare_digest(form_token(visit, key).encode(), token.encode()) for key in keys)
+def is_valid_form_token(token: str, session: Session, keys: Iterable[bytes]) -> bool:
+    return any(hmac.compare_digest(form_token(session, key).encode(), token.encode()) for key in keys)
 
 
 def _sign(key: bytes, purpose: str, text: str) -> str:

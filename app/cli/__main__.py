@@ -26,9 +26,9 @@ def main() -> None:
     """Dispatch GPU inference: durable queue, exact order, one slot per job.
 
     Commands call the API at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT of this host) with the
-    key in SLOTKEEPER_KEY.  SLOTKEEPER_CA is the file of the authority that signed the API's certificate, if it is one
-    of your own.  Exit status: 0 success; 1 failure, for example of a job with --wait; 2 wrong usage; 3 unknown, because
-    the API did not answer; 130 interrupted by Ctrl-C.
+    key in SLOTKEEPER_KEY.  If your own certificate authority signed the certificate of the API, set SLOTKEEPER_CA to
+    the file with the certificate of that authority.  Exit status: 0 success; 1 failure, for example of a job with
+    --wait; 2 wrong usage; 3 unknown, because the API did not answer; 130 interrupted by Ctrl-C.
     """
 
 
@@ -45,7 +45,7 @@ _GROUPS = (
     tenant_commands,
     presets,
 )
-for command in (*(one for group in _GROUPS for one in group.COMMANDS), conform, simulate):
+for command in (*(member for group in _GROUPS for member in group.COMMANDS), conform, simulate):
     main.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""What is written as NAME=VALUE on the command line: constraints of jobs, attributes of servers."""
+"""Parse NAME=VALUE arguments: constraints and labels of jobs, attributes of servers."""
 
 import math
 import re
@@ -8,29 +8,32 @@ from typing import Any
 import click
 
 _CONDITION = re.compile(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*(.+?)\s*", re.DOTALL)
-_LARGEST = 1e15  # beyond it numbers lose digits
-_SIDES = {">=": "min", "<=": "max"}
+_MAX_NUMBER = 1e15  # A float cannot hold all digits of a larger number.
+_BOUNDS = {">=": "min", "<=": "max"}
 
 
 def read_constraints(texts: Iterable[str]) -> dict[str, Any]:
-    """`gpu=A100,H100` (one of these), `memory>=40`, `memory<=80`, as the API takes them.  Raises UsageError."""
-    read: dict[str, Any] = {}
+    """Return constraints in the form of the API.  Raises UsageError.
+
+    texts: such as `gpu=A100,H100` (one of these), `memory>=40`, `memory<=80`.
+    """
+    constraints: dict[str, Any] = {}
     for text in texts:
-        name, operator, value = _parts(text, "--constraint", "such as gpu=A100,H100 or 'memory>=40'")
+        name, operator, value = _parse_condition(text, "--constraint", "such as gpu=A100,H100 or 'memory>=40'")
         if operator == "=":
-            if name in read:
-                raise click.UsageError(f"--constraint {text!r}: {name} is named before; write {name}=ONE,OTHER.")
-            read[name] = _values(value)
+            if name in constraints:
+                raise click.UsageError(f"--constraint {text!r}: {name} is given twice; write {name}=ONE,OTHER.")
+            constraints[name] = _parse_values(value)
             continue
-        known = read.setdefault(name, {})
-        if not isinstance(known, dict) or _SIDES[operator] in known:
-            raise click.UsageError(f"--constraint {text!r}: {name} is bounded before; name it once.")
-        known[_SIDES[operator]] = _bound(text, value)
-    return read
+        bounds = constraints.setdefault(name, {})
+        if not isinstance(bounds, dict) or _BOUNDS[operator] in bounds:
+            raise click.UsageError(f"--constraint {text!r}: {name} already has this bound; give it once.")
+        bounds[_BOUNDS[operator]] = _parse_bound(text, value)
+    return constraints
 
 
 def read_labels(texts: Iterable[str]) -> dict[str, str]:
-    """Return labels `team=search` as the API takes them.  Raises UsageError."""
+    """Return labels, such as `team=search`, in the form of the API.  Raises UsageError."""
     labels: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -41,45 +44,50 @@ def read_labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def read_attributes(texts: Iterable[str]) -> dict[str, Any]:
-    """`gpu=A100`, `memory=80`, `labels=fast,testnet`, as the API takes them.  Raises UsageError."""
-    read: dict[str, Any] = {}
+    """Return attributes in the form of the API.  Raises UsageError.
+
+    texts: such as `gpu=A100`, `memory=80`, `labels=fast,testnet`.
+    """
+    attributes: dict[str, Any] = {}
     for text in texts:
-        name, operator, value = _parts(text, "--attribute", "such as gpu=A100 or labels=fast,testnet")
-        if operator != "=" or name in read:
+        name, operator, value = _parse_condition(text, "--attribute", "such as gpu=A100 or labels=fast,testnet")
+        if operator != "=" or name in attributes:
             raise click.UsageError(f"--attribute {text!r}: write each name once, as {name}=VALUE.")
-        read[name] = _values(value)
-    return read
+        attributes[name] = _parse_values(value)
+    return attributes
 
 
-def _parts(text: str, option: str, example: str) -> tuple[str, str, str]:
-    found = _CONDITION.fullmatch(text)
-    if found is None:
+def _parse_condition(text: str, option: str, example: str) -> tuple[str, str, str]:
+    """Return (name, operator, value).  Raises UsageError, which names the option and shows the example."""
+    match = _CONDITION.fullmatch(text)
+    if match is None:
         raise click.UsageError(f"{option} {text!r} is not NAME=VALUE, {example}.")
-    return found[1], found[2], found[3]
+    return match[1], match[2], match[3]
 
 
-def _values(text: str) -> Any:
-    values = [parse_number(one.strip()) for one in text.split(",")]
+def _parse_values(text: str) -> Any:
+    """Return a value, or a list of values if there are commas."""
+    values = [parse_number(part.strip()) for part in text.split(",")]
     return values if len(values) > 1 else values[0]
 
 
 def parse_number(text: str) -> str | int | float:
-    """A number if it is written as one is shown, so that 12.10 and 1.0 stay the versions that they may be."""
+    """Return a number if Python prints it in the same way; otherwise the text, since 12.10 and 1.0 may be versions."""
     try:
         number = float(text)
     except ValueError:
         return text
-    if not abs(number) < _LARGEST:
+    if not abs(number) < _MAX_NUMBER:
         return text
-    made = int(number) if number.is_integer() else number
-    return made if str(made) == text else text
+    value = int(number) if number.is_integer() else number
+    return value if str(value) == text else text
 
 
-def _bound(text: str, value: str) -> float:
+def _parse_bound(text: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise click.UsageError(f"--constraint {text!r}: {value!r} is no number.")
+        raise click.UsageError(f"--constraint {text!r}: {value!r} is not a number.")
     return int(number) if number.is_integer() else number

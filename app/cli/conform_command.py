@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     "--direct-queue", default=10, show_default=True, type=click.IntRange(0, 1000), help="Direct calls that may wait."
 )
 @click.option(
-    "--without", multiple=True, type=click.Choice(ABILITIES), help="Skip the checks of this ability; repeat it."
+    "--without",
+    multiple=True,
+    type=click.Choice(ABILITIES),
+    help="Skip the checks of this ability; repeat it for several.",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="Run only this check; repeat it.")
+@click.option("--only", multiple=True, metavar="NAME", help="Run only this check; repeat it for several.")
 @click.option("--restart", metavar="COMMAND", help="A shell command that kills the server and starts it again.")
 @click.option("--gate-host", default="127.0.0.1", show_default=True, help="Address of this machine for the server.")
 @json_option
@@ -57,25 +60,26 @@ def conform(
     from slotkeeper.conform.check_runner import conform as run_checks
 
     names = _check_names(only)
-    with _server_under_test(url, mode, endpoint, direct_queue, frozenset(without), restart, ServerUnderTest) as served:
+    with _server_under_test(url, mode, endpoint, direct_queue, frozenset(without), restart, ServerUnderTest) as server:
         try:
-            verdicts = []
-            for verdict in run_checks(served, lambda check: not names or check.name in names, gate_host):
-                verdicts.append(verdict)
+            results = []
+            for result in run_checks(server, lambda check: not names or check.name in names, gate_host):
+                results.append(result)
                 if not as_json and sys.stderr.isatty():
-                    echo(f"{verdict.check.name}  {verdict.ended}", err=True)
+                    echo(f"{result.check.name}  {result.ended}", err=True)
         except CannotTest as error:
             echo(escape_line(f"The server cannot be checked: {error}."), err=True)
             sys.exit(2)
-    _report(verdicts, as_json)
+    _report(results, as_json)
 
 
 def _check_names(only: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of checks as a set.  Raises UsageError for an unknown name."""
     from slotkeeper.conform.protocol_checks import CHECKS
 
-    wrong = sorted(set(only) - {check.name for check in CHECKS})
-    if wrong:
-        raise click.UsageError(f"There is no check {wrong[0]!r}; docs/reference/slot-protocol.md lists the checks.")
+    unknown = sorted(set(only) - {check.name for check in CHECKS})
+    if unknown:
+        raise click.UsageError(f"There is no check {unknown[0]!r}; docs/reference/slot-protocol.md lists the checks.")
     return frozenset(only)
 
 
@@ -87,7 +91,7 @@ def _server_under_test(
     direct_queue: int,
     without: frozenset[str],
     restart: str | None,
-    of: "type[ServerUnderTest]",
+    server_type: "type[ServerUnderTest]",
 ) -> "Iterator[ServerUnderTest]":
     """Yield the server at the URL; without a URL, start the reference server and yield it."""
     if url is None:
@@ -97,10 +101,12 @@ def _server_under_test(
             yield process.served
         return
 
-    def again() -> None:
+    def run_restart_command() -> None:
         subprocess.run(restart or "", shell=True, check=False, stdout=sys.stderr)
 
-    yield of(url.rstrip("/"), mode or "", endpoint, direct_queue, without, again if restart else None)
+    yield server_type(
+        url.rstrip("/"), mode or "", endpoint, direct_queue, without, run_restart_command if restart else None
+    )
 
 
 def _report(results: "list[CheckResult]", as_json: bool) -> None:

@@ -9,7 +9,7 @@ from app.cli.output import json_option, print_json
 from app.terminal import console, echo
 
 if TYPE_CHECKING:
-    from app.cli.doctor_checks import Finding
+    from app.cli.findings import Finding
 
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 _SUMMARIES = {
@@ -29,6 +29,7 @@ def doctor(as_json: bool) -> None:
     seconds, so the command works when parts are down.  Exit status 1: a check failed.
     """
     from app.cli import doctor_checks
+    from app.cli.findings import worst_level
     from slotkeeper import logs
 
     logs.configure("CRITICAL")
@@ -39,7 +40,7 @@ def doctor(as_json: bool) -> None:
             status.update(f"checking ... {finding.part} is done")
             if not as_json:
                 _print(finding)
-    level = doctor_checks.worst_level(findings)
+    level = worst_level(findings)
     if as_json:
         print_json({"level": level, "findings": [_as_json(finding) for finding in findings]})
     else:

@@ -10,20 +10,18 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from difflib import get_close_matches
 from importlib import import_module
 from queue import Empty, Queue
 from typing import Any
 
-from pydantic_settings import BaseSettings
+from app.cli.findings import Finding
+from app.cli.settings_checks import has_invalid_setting, settings
 
-from slotkeeper.errors import InvalidSetting
-
-WITHIN_S = 10.0
+TIME_LIMIT_S = 10.0
 _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
 _SKEW_MS = 2_000
@@ -31,24 +29,13 @@ _RECENT_STEP_MS = 24 * 3600 * 1000
 _OLDEST_REDIS = (7, 0)
 _SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
 _TRIES = 3
-_CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY", "SLOTKEEPER_CA"})
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a check.  `level`: ok, warn or fail.  `remedy`: a sentence with what to do; "": nothing."""
-
-    part: str
-    level: str
-    message: str
-    remedy: str = ""
 
 
 Check = Callable[[], Iterator[Finding]]
 
 # The modules that the checks import, and those that Celery and SQLAlchemy import on first use.
 _MODULES = (
-    "encodings.idna",  # by the first look-up of a host name
+    "encodings.idna",  # imported by the first lookup of a host name
     "app.config",
     "celeryconfig",
     "slotkeeper.config",
@@ -85,51 +72,54 @@ def load() -> None:
         _ = catalog(), processes(), scripts()
 
 
-def run_checks(checks: dict[str, Check], within_s: float = WITHIN_S) -> Iterator[Finding]:
+def run_checks(checks: dict[str, Check], time_limit_s: float = TIME_LIMIT_S) -> Iterator[Finding]:
     """Run all checks at once and yield their findings as they arrive.
 
-    A check that takes longer than `within_s` seconds yields a finding of level "fail".  If a setting is wrong, only the
-    settings are checked: every other check reads them.
+    A check that takes longer than `time_limit_s` seconds yields a finding of level "fail".  If a setting is wrong, only
+    the settings are checked, because every other check reads them.
     """
-    if any(True for kind in _settings_classes() for _ in _find_invalid(kind)):
+    if has_invalid_setting():
         yield from _run_check("settings", settings)
         yield Finding("others", "fail", "The other parts were not checked, because their settings cannot be read.")
         return
     load()
-    yield from _run_in_parallel(checks, within_s)
+    yield from _run_in_parallel(checks, time_limit_s)
 
 
-def _run_in_parallel(checks: dict[str, Check], within_s: float) -> Iterator[Finding]:
-    found: Queue[tuple[str, list[Finding]]] = Queue()
+def _run_in_parallel(checks: dict[str, Check], time_limit_s: float) -> Iterator[Finding]:
+    results: Queue[tuple[str, list[Finding]]] = Queue()
     for part, check in checks.items():
         threading.Thread(
-            target=lambda part=part, check=check: found.put((part, _run_check(part, check))), daemon=True
+            target=lambda part=part, check=check: results.put((part, _run_check(part, check))), daemon=True
         ).start()
-    missing, until = list(checks), time.monotonic() + within_s
-    while missing:
+    unfinished, until_s = list(checks), time.monotonic() + time_limit_s
+    while unfinished:
         try:
-            part, findings = found.get(timeout=max(until - time.monotonic(), 0.001))
+            part, findings = results.get(timeout=max(until_s - time.monotonic(), 0.001))
         except Empty:
             break
-        missing.remove(part)
+        unfinished.remove(part)
         yield from findings
-    for part in missing:
-        message = f"The check got no answer within {within_s:g} s."
-        yield Finding(part, "fail", message, "See that it runs and that this host can reach it, then try again.")
+    for part in unfinished:
+        message = f"The check got no answer within {time_limit_s:g} s."
+        yield Finding(part, "fail", message, "Check that it runs and that this host can reach it, then try again.")
 
 
 def _run_check(part: str, check: Check) -> list[Finding]:
     """Run one check and return its findings.  An exception becomes a finding."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        found.extend(check())
+        findings.extend(check())
     except Exception as error:
-        found.append(_finding_of(part, error))
-    return found
+        findings.append(_finding_of(part, error))
+    return findings
 
 
 def _finding_of(part: str, error: Exception) -> Finding:
-    """Return the finding of a check that has failed; what other parts cause is left to the checks of those."""
+    """Return the finding of a check that raised an exception.
+
+    If another part caused the error, the finding is a warning, because the check of that part reports the fault.
+    """
     from redis.exceptions import ConnectionError as RedisConnectionError
     from redis.exceptions import RedisError
     from sqlalchemy.exc import SQLAlchemyError
@@ -149,10 +139,10 @@ def _finding_of(part: str, error: Exception) -> Finding:
     message = " ".join(text.split())[:300]
     if isinstance(error, RedisConnectionError) and is_embedded:
         remedy = "Slotkeeper does not run here: start it with `slotkeeper up`, or set SLOTKEEPER_REDIS_URL."
-    elif "SLOTKEEPER_" in message:  # It says what to do.
+    elif "SLOTKEEPER_" in message:  # The message says what to do.
         remedy = ""
     else:
-        remedy = "See that it runs and that the settings hold its address."
+        remedy = "Check that it runs and that the settings have its address."
     return Finding(part, "fail", message, remedy)
 
 
@@ -175,69 +165,7 @@ def all_checks() -> dict[str, Check]:
     }
 
 
-# -- the parts -------------------------------------------------------------------------------------------------
-
-
-def settings() -> Iterator[Finding]:
-    """Check that each setting is valid, none contradicts another, and no name is misspelled."""
-    kinds = _settings_classes()
-    wrong = [problem for kind in kinds for problem in _find_invalid(kind)]
-    for problem in wrong:
-        yield Finding(
-            "settings", "fail", problem, "Correct it, or unset it to use its default; see docs/reference/settings.md."
-        )
-    known = {_variable(kind, field) for kind in kinds for field in kind.model_fields}
-    ours = (name for name in os.environ if name.startswith("SLOTKEEPER_"))
-    for name in sorted(set(ours) - known - _CLIENT_VARIABLES):
-        near = get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {near[0]}?" if near else "Remove it; docs/reference/settings.md lists all settings."
-        yield Finding("settings", "warn", f"{name} is no setting and has no effect.", remedy)
-    if not wrong:
-        yield from _find_contradictions()
-
-
-def _settings_classes() -> list[type[BaseSettings]]:
-    from app.config import SETTINGS
-
-    return list(SETTINGS.values())
-
-
-def _variable(kind: type[BaseSettings], field: str) -> str:
-    """Return the name of the environment variable that sets a field."""
-    return f"{kind.model_config.get('env_prefix', '')}{field}".upper()
-
-
-def _find_invalid(kind: type[BaseSettings]) -> Iterator[str]:
-    """Yield a sentence for each invalid setting of a class, without its value."""
-    try:
-        kind()
-    except InvalidSetting as error:
-        for variable, message in error.facts["faults"]:  # type: ignore[attr-defined]
-            yield f"{variable}: {message}." if variable else f"{message}."
-
-
-def _find_contradictions() -> Iterator[Finding]:
-    from app.config import AppSettings, is_loopback
-    from tasks.config import TaskSettings
-
-    api, tasks, is_consistent = AppSettings(), TaskSettings(), True
-    try:
-        api.check_exposure()
-    except InvalidSetting as error:
-        is_consistent = False
-        yield Finding("settings", "fail", error.detail, "The API does not start with these settings.")
-    if api.metrics_key and not api.require_keys:
-        is_consistent = False
-        message = "SLOTKEEPER_METRICS_KEY is set but has no effect, because the API requires no keys."
-        yield Finding("settings", "warn", message, "Set SLOTKEEPER_REQUIRE_KEYS=true, or unset SLOTKEEPER_METRICS_KEY.")
-    if not tasks.public_url and not is_loopback(api.host):
-        is_consistent = False
-        message = "The API listens on the network, but servers are given 127.0.0.1 as the address to push results to."
-        yield Finding(
-            "settings", "warn", message, "Set SLOTKEEPER_PUBLIC_URL to the address where servers reach the API."
-        )
-    if is_consistent:
-        yield Finding("settings", "ok", "All settings are valid, and none contradicts another.")
+# -- the checks ------------------------------------------------------------------------------------------------
 
 
 def database() -> Iterator[Finding]:
@@ -249,7 +177,7 @@ def database() -> Iterator[Finding]:
 
     job_store = open_database()
     if (problem := check(job_store.url)) is not None:
-        yield Finding("database", "fail", problem)  # It says what to do.
+        yield Finding("database", "fail", problem)  # The message says what to do.
         return
 
     try:
@@ -262,21 +190,21 @@ def database() -> Iterator[Finding]:
         return
     message = f"It answers, its schema is right, and a durable write takes {took_s * 1000:.0f} ms."
     level = "fail" if took_s > _TOO_SLOW_S else "warn" if took_s > _SLOW_S else "ok"
-    remedy = "" if level == "ok" else "Each submit waits for such a write: see what else uses the disk or the server."
+    remedy = "" if level == "ok" else "Each submit waits for such a write: check what else uses the disk or the server."
     yield Finding("database", level, message, remedy)
 
 
-def _measure_fastest_s(act: Callable[[], object]) -> float:
+def _measure_fastest_s(action: Callable[[], object]) -> float:
     """Return the seconds of the fastest of a few calls; the first fast one ends the measurement."""
     # One slow call may be due to other work on this host.
-    best = float("inf")
+    best_s = float("inf")
     for _ in range(_TRIES):
-        began = time.monotonic()
-        act()
-        best = min(best, time.monotonic() - began)
-        if best <= _SLOW_S:
+        began_s = time.monotonic()
+        action()
+        best_s = min(best_s, time.monotonic() - began_s)
+        if best_s <= _SLOW_S:
             break
-    return best
+    return best_s
 
 
 def folder() -> Iterator[Finding]:
@@ -298,7 +226,7 @@ def folder() -> Iterator[Finding]:
         yield Finding("folder", "fail", f"This user cannot write to the state folder {home}.", remedy)
     elif not is_private_folder(home):
         remedy = f"Slotkeeper keeps secrets there: chmod 700 {home}, and let its user own it."
-        yield Finding("folder", "fail", f"Others than this user can enter the state folder {home}.", remedy)
+        yield Finding("folder", "fail", f"Other users can enter the state folder {home}.", remedy)
     else:
         yield Finding("folder", "ok", f"The state folder {home} is private, and can be written to.")
 
@@ -324,7 +252,7 @@ def clocks() -> Iterator[Finding]:
     from slotkeeper.clock import MAX_SKEW_MS, clock
     from tasks.services import catalog
 
-    catalog().get_version()  # This measures the clock.
+    catalog().get_version()  # The request measures the offset of the clock.
     problems = 0
     if abs(clock.skew_ms) > MAX_SKEW_MS:
         problems += 1
@@ -363,10 +291,10 @@ def redis() -> Iterator[Finding]:
             message, _, remedy = advice.partition(": ")
             yield Finding("redis", level, f"{message}.", f"{remedy[:1].upper()}{remedy[1:]}")
     seconds, micros = client.time()
-    apart_ms = abs(seconds * 1000 + micros / 1000 - time.time() * 1000)
-    if apart_ms > _SKEW_MS:
+    offset_ms = abs(seconds * 1000 + micros / 1000 - time.time() * 1000)
+    if offset_ms > _SKEW_MS:
         problems += 1
-        message = f"The clocks of Redis and of this host differ by {apart_ms / 1000:.1f} s."
+        message = f"The clocks of Redis and of this host differ by {offset_ms / 1000:.1f} s."
         yield Finding(
             "redis", "warn", message, "Set both by NTP; leases use the clock of Redis, logs that of the host."
         )
@@ -376,44 +304,46 @@ def redis() -> Iterator[Finding]:
 
 
 def broker() -> Iterator[Finding]:
-    """Check that the broker answers, and that no worker has died with messages."""
+    """Check that the broker answers, and that no worker has died while it held messages."""
     from tasks.celery_app import celery
     from tasks.extensions.transport import count_unacknowledged
 
-    began = time.monotonic()
+    began_s = time.monotonic()
     with celery.connection_for_write(connect_timeout=3) as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
         kind = connection.transport.driver_type
         channel: Any = connection.default_channel
-        held = count_unacknowledged(channel.client) if kind == "redis" else 0
-    if held:
-        message = f"{held} messages were taken by workers that have not acknowledged them, and may have died."
-        yield Finding("broker", "warn", message, "They come back within a minute; see that workers run.")
-    yield Finding("broker", "ok", f"It answers ({kind}) in {(time.monotonic() - began) * 1000:.0f} ms.")
+        unacknowledged = count_unacknowledged(channel.client) if kind == "redis" else 0
+    if unacknowledged:
+        message = f"{unacknowledged} messages were taken by workers that have not acknowledged them, and may have died."
+        yield Finding(
+            "broker", "warn", message, "The broker delivers them again within a minute; check that workers run."
+        )
+    yield Finding("broker", "ok", f"It answers ({kind}) in {(time.monotonic() - began_s) * 1000:.0f} ms.")
 
 
 def workers() -> Iterator[Finding]:
-    """Check that workers are alive, canaries pass through them, and all processes are of one release."""
+    """Check that workers are alive, run canaries, and that all processes have the same release."""
     from tasks.liveness import worker_problem
     from tasks.services import processes
 
     alive = [process for process in processes().read_all() if process.is_alive]
-    found = [process for process in alive if process.role == "worker"]
-    problems = [problem for worker in found if (problem := worker_problem(worker)) is not None]
+    alive_workers = [process for process in alive if process.role == "worker"]
+    problems = [problem for worker in alive_workers if (problem := worker_problem(worker)) is not None]
     versions = sorted({str(process.facts.get("version")) for process in alive})
-    if not found:
+    if not alive_workers:
         message = "No worker reports that it is alive: the API accepts jobs, but none starts."
         yield Finding("workers", "fail", message, "Start one: python -m tasks worker, as in the Procfile.")
     for problem in problems:
         yield Finding(
-            "workers", "warn", problem, "Read its log; see that it reaches the broker, Redis and the database."
+            "workers", "warn", problem, "Read its log; check that it reaches the broker, Redis and the database."
         )
     if len(versions) > 1:
         message = f"Processes of releases {', '.join(versions)} run at the same time."
         yield Finding("workers", "warn", message, "This is normal during an update; otherwise restart the older ones.")
-    if found and not problems:
-        runs = sum(int(worker.facts.get("runs") or 0) for worker in found)
-        yield Finding("workers", "ok", f"Alive: {len(found)}, with {runs} jobs in progress.")
+    if alive_workers and not problems:
+        runs = sum(int(worker.facts.get("runs") or 0) for worker in alive_workers)
+        yield Finding("workers", "ok", f"Alive: {len(alive_workers)}, with {runs} jobs in progress.")
 
 
 def servers() -> Iterator[Finding]:
@@ -456,13 +386,13 @@ def _server_check(server: Any, snapshot: Any) -> Check:
                 yield Finding(server.name, "fail", message, f"See `slotkeeper servers check {server.name}`.")
             return
         health = call_server(adapter, ServerSession.health)
-        remedy = f"It is registered at {adapter.endpoint}: see that it runs and that this host can reach it."
+        remedy = f"It is registered at {adapter.endpoint}: check that it runs and that this host can reach it."
         if health.kind is HealthKind.DOWN and health.answered:
             message = f"Its health check says that it cannot run jobs ({health.message})."
-            yield Finding(server.name, "fail", message, "Read its log; restart it when the cause is repaired.")
+            yield Finding(server.name, "fail", message, "Read its log; restart it after you have removed the cause.")
         elif health.is_silent:
             message = "It does not answer its health check in time; it gets jobs only if no other server can run them."
-            yield Finding(server.name, "warn", message, "If no job of yours keeps it busy, restart it.")
+            yield Finding(server.name, "warn", message, "If it is not busy with a job, restart it.")
         elif health.kind is HealthKind.DOWN:
             yield Finding(server.name, "fail", f"It does not answer its health check ({health.message}).", remedy)
         elif health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
@@ -502,29 +432,29 @@ def maintenance() -> Iterator[Finding]:
     from tasks.periods import PERIODS_S
     from tasks.services import scripts
 
-    remedy = "See that beat and a worker of the queue `maintenance` run, and read their logs."
+    remedy = "Check that beat and a worker of the queue `maintenance` run, and read their logs."
     if task_runs.has_sweep_stopped(scripts()):
         message = f"The task sweep has not run for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries are late."
         yield Finding("maintenance", "fail", message, remedy)
         return
     runs = task_runs.read_task_runs(scripts())
     if late := task_runs.find_late_tasks(runs, PERIODS_S):
-        named = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
-        yield Finding("maintenance", "warn", f"The last run of these tasks ended too long ago: {named}.", remedy)
+        listed = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
+        yield Finding("maintenance", "warn", f"The last run of these tasks ended too long ago: {listed}.", remedy)
     else:
         yield Finding("maintenance", "ok", f"It runs; {len(runs)} tasks have run on time.")
 
 
 def logs() -> Iterator[Finding]:
-    """Check that no process has dropped lines of its log because its reader is too slow."""
+    """Check that no process has dropped log lines because its standard error is read too slowly."""
     from tasks.services import processes
 
     alive = [process for process in processes().read_all() if process.is_alive]
     dropped = {process.name: process.facts.get("log_lines_dropped", 0) for process in alive}
     if behind := {name: lines for name, lines in dropped.items() if lines}:
-        named = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))
-        message = f"These processes dropped log lines, because their standard error is read too slowly: {named}."
-        yield Finding("logs", "warn", message, "See which program reads it, and whether its disk is full or slow.")
+        listed = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))
+        message = f"These processes dropped log lines, because their standard error is read too slowly: {listed}."
+        yield Finding("logs", "warn", message, "Check which program reads it, and whether its disk is full or slow.")
     else:
         yield Finding("logs", "ok", "No process has dropped a log line.")
 
@@ -543,8 +473,8 @@ def secret() -> Iterator[Finding]:
         remedy = "With several hosts, set the same SLOTKEEPER_SECRET on all of them."
         yield Finding("secret", "warn", message, remedy)
         return
-    found = path.stat()
-    if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
         message = f"Other users can read {path}, or it belongs to another user."
         yield Finding("secret", "fail", message, f"Run chown to the user who runs Slotkeeper, and chmod 600 {path}.")
         return
@@ -552,7 +482,10 @@ def secret() -> Iterator[Finding]:
 
 
 def _compare_secrets(source: str) -> Iterator[Finding]:
-    """Check that all processes have the secret of this host.  `source`: the start of the sentence if they do."""
+    """Check that all processes have the secret of this host.
+
+    source: the message if they have, without its full stop.
+    """
     from redis.exceptions import RedisError
 
     from tasks.liveness import processes_with_other_secret
@@ -560,7 +493,7 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
     from tasks.services import processes, scripts
 
     try:
-        known: Any = scripts().redis.get(scripts().keys.secret())
+        stored: Any = scripts().redis.get(scripts().keys.secret())
         others = processes_with_other_secret(processes().read_all())
     except RedisError:
         yield Finding("secret", "ok", f"{source}.  Redis does not answer, so other hosts could not be compared.")
@@ -569,7 +502,7 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
     if others:
         names = ", ".join(process.name for process in others)
         yield Finding("secret", "fail", f"These processes have another secret than this host: {names}.", remedy)
-    elif known is not None and known.decode() not in fingerprints():
+    elif stored is not None and stored.decode() not in fingerprints():
         yield Finding("secret", "fail", "The processes that started before have another secret than this host.", remedy)
     else:
         yield Finding("secret", "ok", f"{source}.")
@@ -595,9 +528,3 @@ def port() -> Iterator[Finding]:
     except OSError:
         message = f"No process listens on {host}:{api.port}, the API's port."
         yield Finding("port", "warn", message, "Start `python -m app.server`, or set SLOTKEEPER_PORT to its port.")
-
-
-def worst_level(findings: Sequence[Finding]) -> str:
-    """Return the worst level of all findings."""
-    levels = {finding.level for finding in findings}
-    return next((level for level in ("fail", "warn") if level in levels), "ok")

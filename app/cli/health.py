@@ -23,7 +23,7 @@ def health(role: str, live: bool) -> None:
     if live:
         problem = liveness_problem(role)
     else:
-        from tasks.liveness import readiness_problem  # It loads redis, which --live does not need.
+        from tasks.liveness import readiness_problem  # Imports redis, which --live does not need.
 
         problem = readiness_problem(role)
     if problem is not None:
@@ -36,12 +36,12 @@ def health(role: str, live: bool) -> None:
 @json_option
 def processes(as_json: bool) -> None:
     """List the processes on all hosts and their state."""
-    found = api_client().get("/admin/processes")["processes"]
+    listed = api_client().get("/admin/processes")["processes"]
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
     titles = ("role", "host", "pid", "version", "for", "alive", "runs", "canary")
-    print_table(titles, map(_process_row, found), "No process reports that it is alive; see whether Redis answers.")
+    print_table(titles, map(_process_row, listed), "No process reports that it is alive; see whether Redis answers.")
 
 
 def _process_row(process: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Commands that work on this machine's processes and directly on the database."""
+"""Commands that run processes on this machine or change the database directly, without the API."""
 
 import os
 import re
@@ -86,9 +86,9 @@ def _require_flower_password() -> None:
 
 
 @click.command()
-@click.option("--to", "revision", metavar="REVISION", help="Go to this schema instead; it may be an older one.")
+@click.option("--to", "revision", metavar="REVISION", help="Change to this schema instead; it may be an older one.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation before columns or tables are dropped.")
-@click.option("--force", is_flag=True, help="Drop them even though processes run, which then fail.")
+@click.option("--force", is_flag=True, help="Drop them even if processes run, which then fail.")
 def migrate(revision: str | None, yes: bool, force: bool) -> None:
     """Bring the database to the schema of this release.
 
@@ -127,14 +127,14 @@ def _require_stopped(force: bool) -> None:
         with _acting_locally():
             alive = [process for process in processes().read_all() if process.is_alive]
     except RedisError:
-        echo("Redis does not answer, so that it is not known whether processes run.", err=True)
+        echo("Redis does not answer, so it is not known whether processes run.", err=True)
         return
     if alive and not force:
         names = ", ".join(f"{escape_line(process.name)} ({process.role})" for process in alive[:_SHOWN_PROCESSES])
         more = f", and {len(alive) - _SHOWN_PROCESSES} more" if len(alive) > _SHOWN_PROCESSES else ""
         raise click.ClickException(
             f"These processes run, and would fail: {names}{more}.  Stop them first, or use --force; "
-            "one that was killed counts for 10 s more."
+            "a process that was killed counts as running for 10 s more."
         )
 
 
@@ -155,16 +155,16 @@ def list_tenants(as_json: bool) -> None:
     A tenant without a key is listed only while it is paused, draining or frozen.
     """
     with _acting_locally():
-        found = {tenant.name: tenant for tenant in _tenants().list_all()}
+        by_name = {tenant.name: tenant for tenant in _tenants().list_all()}
         states = _states()
-    facts = ("admin", "rate_per_s", "burst")
+    fields = ("admin", "rate_per_s", "burst")
     listed = [
         {
             "name": name,
-            **{fact: getattr(found.get(name), fact, None) for fact in facts},
+            **{field: getattr(by_name.get(name), field, None) for field in fields},
             "state": states.get(name, "online"),
         }
-        for name in sorted(found.keys() | states.keys())
+        for name in sorted(by_name.keys() | states.keys())
     ]
     if as_json:
         print_json(listed)
@@ -172,7 +172,7 @@ def list_tenants(as_json: bool) -> None:
     titles = ("name", "admin", "submits per s", "at once", "state")
     print_table(
         titles,
-        (list(one.values()) for one in listed),
+        (list(tenant.values()) for tenant in listed),
         "There are no tenants.  Add one with: slotkeeper tenants add NAME",
     )
 
@@ -219,7 +219,7 @@ def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
 
     The new limits take effect within seconds.  The key and the webhooks of the tenant stay.
     """
-    limits = {fact: value or None for fact, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
+    limits = {field: value or None for field, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
     if not limits:
         raise click.UsageError("Nothing to change; give --rate, --burst or both.")
     with _acting_locally():
@@ -271,8 +271,8 @@ def remove_tenant(name: str, yes: bool) -> None:
     from slotkeeper.outbox.subscriptions import delete_of_tenant
 
     with _acting_locally():
-        found = _tenants()
-        if all(tenant.name != name for tenant in found.list_all()):
+        registry = _tenants()
+        if all(tenant.name != name for tenant in registry.list_all()):
             raise NotFound(f"There is no tenant {name!r}.")
         holdings = _format_holdings(name)
     echo(f"Tenant {escape_line(name)} has {holdings}.", err=True)
@@ -280,12 +280,12 @@ def remove_tenant(name: str, yes: bool) -> None:
     if not yes:
         click.confirm("Remove this tenant?", abort=True, err=True)
     with _acting_locally():
-        found.remove(name, also=delete_of_tenant)
+        registry.remove(name, also=delete_of_tenant)
     echo(f"Tenant {escape_line(name)} is removed.")
 
 
 def _format_holdings(name: str) -> str:
-    """Return the jobs and webhooks of a tenant as words."""
+    """Return the numbers of jobs and webhooks of a tenant, as text."""
     from routing.queries.job_list import count_tenant_holdings
     from tasks.services import database
 
@@ -302,18 +302,19 @@ def _states() -> dict[str, str]:
 
 
 def _tenants():  # type: ignore[no-untyped-def]
+    """Return the registry of tenants.  Raises ClickException: the database has another schema."""
     from migrations.migrate import check
     from slotkeeper.registry.tenants import Tenants
     from tasks.services import database
 
-    if missing := check(database().url):
-        raise click.ClickException(missing)
+    if problem := check(database().url):
+        raise click.ClickException(problem)
     return Tenants(database())
 
 
 @contextmanager
 def _acting_locally() -> Iterator[None]:
-    """Name the user of the terminal as the actor of changes, and turn errors into one line.
+    """Record the user of the terminal as the actor of changes, and turn errors into one line.
 
     Raises ClickException for errors of the database and for invalid settings.
     """
@@ -333,7 +334,7 @@ def _acting_locally() -> Iterator[None]:
 
 
 def _user_name() -> str:
-    """Return who runs this; in a container the user may have no name."""
+    """Return the name of the user; in a container the user may have only an id."""
     import getpass
 
     try:

@@ -1,4 +1,4 @@
-"""Commands that manage default settings: of all models, and of each kind of models."""
+"""Commands that manage default settings: of all models, and of each kind of model."""
 
 from typing import Any
 
@@ -51,11 +51,11 @@ def kinds() -> None:
 @json_option
 def list_kinds(as_json: bool) -> None:
     """List the kinds with their models and settings."""
-    found = api_client().get("/admin/kinds")["kinds"]
+    listed = api_client().get("/admin/kinds")["kinds"]
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
-    rows = [(kind["kind"], ", ".join(kind["models"]) or "-", kind["overrides"]) for kind in found]
+    rows = [(kind["kind"], ", ".join(kind["models"]) or "-", kind["overrides"]) for kind in listed]
     print_table(("kind", "models", "settings"), rows, "There are no kinds.")
 
 
@@ -90,6 +90,7 @@ def remove_kind(kind: str) -> None:
 
 
 def _change(path: str, settings: tuple[str, ...]) -> Any:
+    """Add the settings to the overrides at the path, and return the response."""
     api = api_client()
     try:
         before = api.get(path)["overrides"]
@@ -97,15 +98,15 @@ def _change(path: str, settings: tuple[str, ...]) -> Any:
         if error.status != 404:
             raise
         before = {}
-    return api.request("PUT", path, body={**before, **dict(read_setting(one) for one in settings)})
+    return api.request("PUT", path, body={**before, **dict(read_setting(setting) for setting in settings)})
 
 
 def _print(answer: Any, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    own = answer["overrides"]
-    print_fields({f"{name} *" if name in own else name: value for name, value in {**answer["built_in"], **own}.items()})
+    overrides, settings = answer["overrides"], {**answer["built_in"], **answer["overrides"]}
+    print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
 
 
 COMMANDS = (defaults, kinds)

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def api_client() -> "Client":
-    """A client of the API that the environment names."""
+    """Return a client for the API that the environment variables name."""
     from slotkeeper.client import Client
 
     environ, ca = os.environ, os.environ.get("SLOTKEEPER_CA") or None
@@ -34,25 +34,26 @@ def api_client() -> "Client":
 
 
 def _local_url() -> str:
-    """Return where this machine's API listens: by its settings, or as `slotkeeper up` has noted in the state folder.
+    """Return the URL of this machine's API, from its settings or from the file that `slotkeeper up` writes.
 
-    Anybody may have made the folder `var` of the present folder, and the key is sent to the address that it names.
-    Raises ClickException.
+    The key is sent to this URL, and another user may have created `var` in the current folder.  So that file must be in
+    a private folder and name this machine.  Raises ClickException.
     """
     if os.environ.get("SLOTKEEPER_PORT"):
         from app.config import AppSettings, local_api_url
 
         return local_api_url(AppSettings())
     home = os.environ.get("SLOTKEEPER_HOME")
-    note = Path(home or "var", "url")
+    url_file = Path(home or "var", "url")
     try:
-        url = note.read_text().strip()
+        url = url_file.read_text().strip()
     except OSError:
         return "http://127.0.0.1:8000"
-    if home is None and not (is_private_folder(note.parent) and _LOOPBACK.fullmatch(url)):
+    if home is None and not (is_private_folder(url_file.parent) and _LOOPBACK.fullmatch(url)):
         raise click.ClickException(
-            f"{note} names an API, and is not trusted: its folder must be this user's alone, and the address on this "
-            f"machine.  If it is right, set SLOTKEEPER_URL, or SLOTKEEPER_HOME={note.parent}."
+            f"{url_file} names an API, and is not trusted: only this user may have access to its folder, and the "
+            f"address must be on this machine.  If it is right, set SLOTKEEPER_URL, or "
+            f"SLOTKEEPER_HOME={url_file.parent}."
         )
     return url
 

@@ -26,7 +26,7 @@ def presets(name: str | None, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     elif name is None:
-        rows = ((one["name"], one["title"], one["evidence"], one["servers"]) for one in answer["presets"])
+        rows = ((row["name"], row["title"], row["evidence"], row["servers"]) for row in answer["presets"])
         print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
         for model in answer["behind"]:
             echo(f"Model {escape_line(model['model'])} uses an older version of {model['preset']}; update it with:")
@@ -47,6 +47,7 @@ def _print_preset(preset: dict[str, Any]) -> None:
 
 
 def _print_commands(model: str, server: str, preset: str, endpoint: str, slots: int) -> None:
+    """Print the commands that register a server."""
     echo(f"slotkeeper models configure {model} preset={preset}")
     echo(f"slotkeeper servers register {model} {server} {_quoted(endpoint)} --slots {slots}")
 
@@ -84,43 +85,43 @@ def probe(url: str, preset: str | None, payload: str | None, model: str | None, 
     body = {key: value for key, value in body.items() if value is not None}
     if payload is not None:
         body["payload"] = read_json(payload, "payload")
-    found = api_client().post("/admin/servers/probe", body)
+    result = api_client().post("/admin/servers/probe", body)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        _print_probe(found, model or "MODEL")
-    if not found["reachable"] or (found["outcome"] or {"kind": "done"})["kind"] != "done":
+        _print_probe(result, model or "MODEL")
+    if not result["reachable"] or (result["outcome"] or {"kind": "done"})["kind"] != "done":
         sys.exit(1)
 
 
-def _print_probe(found: dict[str, Any], model: str) -> None:
-    for one in found["exchanges"]:
-        _print_exchange(one)
-    if not found["reachable"]:
-        echo("No server answers at this URL; see that it runs and that the API's host can reach it.")
+def _print_probe(result: dict[str, Any], model: str) -> None:
+    for exchange in result["exchanges"]:
+        _print_exchange(exchange)
+    if not result["reachable"]:
+        echo("No server answers at this URL; check that it runs and that the host of the API can reach it.")
         return
-    for one in found["candidates"]:
-        echo(escape_line(f"{one['preset']}: {one['because']} (weight {one['weight']})"))
-    if not found["candidates"]:
+    for match in result["candidates"]:
+        echo(escape_line(f"{match['preset']}: {match['because']} (weight {match['weight']})"))
+    if not result["candidates"]:
         echo("No preset matches.  If the server answers a POST with the result, use --preset generic-sync.")
-    if found["health"]:
-        echo(escape_line(f"health: {safe_json(_drop_empty(found['health']))}"))
-    if found["outcome"]:
-        echo(escape_line(f"job: {safe_json(found['outcome'])}"))
-    if (found["outcome"] or {"kind": "done"})["kind"] == "done":
+    if result["health"]:
+        echo(escape_line(f"health: {safe_json(_drop_empty(result['health']))}"))
+    if result["outcome"]:
+        echo(escape_line(f"job: {safe_json(result['outcome'])}"))
+    if (result["outcome"] or {"kind": "done"})["kind"] == "done":
         echo()
-        _print_commands(model, "SERVER", found["preset"], found["endpoint"], 1)
+        _print_commands(model, "SERVER", result["preset"], result["endpoint"], 1)
 
 
 def _drop_empty(health: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in health.items() if value not in (None, "", [])}
 
 
-def _print_exchange(one: dict[str, Any]) -> None:
-    answer = f"{one['status']} {one['answer']}" if one["status"] is not None else one["answer"]
-    echo(escape_line(f"{one['step']}  {one['request']}  {one['took_ms']} ms  ->  {answer}"))
-    if one["rule"]:
-        echo(escape_line(f"    {one['means']}, by {one['rule']}"))
+def _print_exchange(exchange: dict[str, Any]) -> None:
+    response = f"{exchange['status']} {exchange['answer']}" if exchange["status"] is not None else exchange["answer"]
+    echo(escape_line(f"{exchange['step']}  {exchange['request']}  {exchange['took_ms']} ms  ->  {response}"))
+    if exchange["rule"]:
+        echo(escape_line(f"    {exchange['means']}, by {exchange['rule']}"))
 
 
 @servers.command("check")
@@ -131,17 +132,17 @@ def check(server: str, as_json: bool) -> None:
 
     Exit status 1: there is a reason other than that no job waits.
     """
-    found = api_client().get(f"/admin/servers/{path_segment(server)}/check")
+    result = api_client().get(f"/admin/servers/{path_segment(server)}/check")
     if as_json:
-        print_json(found)
-    elif not found["reasons"]:
-        echo(escape_line(found["sentence"]))
+        print_json(result)
+    elif not result["reasons"]:
+        echo(escape_line(result["sentence"]))
     else:
-        rows = ((one["code"], one["until"], one["sentence"]) for one in found["reasons"])
+        rows = ((reason["code"], reason["until"], reason["sentence"]) for reason in result["reasons"])
         print_table(("reason", "until", ""), rows, "")
-        if found["health"]:
-            echo(escape_line(f"The server reports: {safe_json(_drop_empty(found['health']))}"))
-    if any(one["code"] != "nothing_waits" for one in found["reasons"]):
+        if result["health"]:
+            echo(escape_line(f"The server reports: {safe_json(_drop_empty(result['health']))}"))
+    if any(reason["code"] != "nothing_waits" for reason in result["reasons"]):
         sys.exit(1)
 
 

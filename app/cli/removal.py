@@ -1,4 +1,4 @@
-"""The parts of the commands `remove` and `keep` that servers and models share."""
+"""Functions of the commands `remove` and `keep` that servers and models share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,7 @@ from app.terminal import echo, escape_line
 
 
 def remove(kind: str, name: str, params: Mapping[str, str]) -> dict[str, Any]:
+    """Request a removal, and return its state.  `kind`: servers or models."""
     answer: dict[str, Any] = api_client().request("DELETE", f"/admin/{kind}/{path_segment(name)}", params=params)
     return answer
 
@@ -33,12 +34,12 @@ def print_removal(removal: Mapping[str, Any], as_json: bool) -> None:
 
 
 def format_counts(by_state: Mapping[str, int] | None) -> str:
-    """Return the numbers of unfinished jobs by state, as words."""
+    """Return the numbers of unfinished jobs by state, as text."""
     return ", ".join(f"{count} {state}" for state, count in sorted((by_state or {}).items())) or "nothing"
 
 
 def keep_command(kind: str) -> click.Command:
-    """Make the command `keep` for a server or a model."""
+    """Return the command `keep` for a kind: server or model."""
 
     @click.argument("name", metavar=kind.upper())
     def keep(name: str) -> None:

@@ -1,6 +1,6 @@
 """The options of `submit` that follow from the fields of a request (routing/admission/job_request.py: JobRequest).
 
-They are made when the command is used: the declaration needs pydantic, which no other command should wait for.
+They are created when the command is used: they need pydantic, whose import would slow down the other commands.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from app.cli.arguments import read_constraints, read_labels
 if TYPE_CHECKING:
     from routing.admission.job_request import Given
 
-# How the texts of an option that can be repeated become the value of a field.
+# The functions that parse repeatable options.
 _READERS: Mapping[str, Callable[[Iterable[str]], dict[str, Any]]] = {
     "constraints": read_constraints,
     "labels": read_labels,
@@ -25,18 +25,18 @@ _TYPES: Mapping[str, click.ParamType] = {
 
 
 class RequestCommand(click.Command):
-    """A command with an option for each field of a request that names one, before its own options."""
+    """A command with an option for each field of a request that declares one, before its own options."""
 
-    _has_all = False
+    _has_request_options = False
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if not self._has_all:
+        if not self._has_request_options:
             from routing.admission.job_request import REQUEST_FIELDS
 
-            arguments = [one for one in self.params if isinstance(one, click.Argument)]
-            own = [one for one in self.params if not isinstance(one, click.Argument)]
-            made = [_option(name, given) for name, given in REQUEST_FIELDS.items() if given.option]
-            self.params, self._has_all = [*arguments, *made, *own], True
+            arguments = [param for param in self.params if isinstance(param, click.Argument)]
+            own = [param for param in self.params if not isinstance(param, click.Argument)]
+            request_options = [_option(name, given) for name, given in REQUEST_FIELDS.items() if given.option]
+            self.params, self._has_request_options = [*arguments, *request_options, *own], True
         return super().get_params(ctx)
 
 
@@ -52,5 +52,5 @@ def _option(name: str, given: "Given") -> click.Option:
 
 def read_request(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request that were given as options.  Raises UsageError."""
-    read = {name: _READERS[name](value) if name in _READERS else value for name, value in options.items()}
-    return {name: value for name, value in read.items() if value not in (None, {})}
+    fields = {name: _READERS[name](value) if name in _READERS else value for name, value in options.items()}
+    return {name: value for name, value in fields.items() if value not in (None, {})}

@@ -1,4 +1,4 @@
-"""Results that hold files: saved, and shown without their base64."""
+"""Save the files in results, and show results without the base64 of their files."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,9 @@ def no_result(job: dict[str, Any], output: Path | None) -> click.ClickException:
 
 
 def save_result(job: dict[str, Any], output: Path) -> bool:
-    """Write the files in a job's result, or the result as JSON, and say where.  False: the job has not completed.
+    """Write the files in a job's result, or the result as JSON, and print the paths.
 
-    Raises ClickException.
+    Return False if the job has not completed.  Raises ClickException.
     """
     from app.result_files import files_in
 
@@ -34,24 +34,24 @@ def save_result(job: dict[str, Any], output: Path) -> bool:
     if not files:
         _write(output, json.dumps(job.get("result")).encode())
     for number, file in enumerate(files, 1):
-        place = output if len(files) == 1 else output.with_name(f"{output.stem}-{number}{output.suffix}")
+        path = output if len(files) == 1 else output.with_name(f"{output.stem}-{number}{output.suffix}")
         try:
-            _write(place, file.content())
+            _write(path, file.content())
         except ValueError as error:
             raise click.ClickException(str(error)) from error
     return True
 
 
-def _write(place: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        place.write_bytes(content)
+        path.write_bytes(content)
     except OSError as error:
-        raise click.ClickException(f"{place} cannot be written: {error.strerror}") from error
-    echo(escape_line(f"{place}: {len(content)} bytes"), err=True)
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
+    echo(escape_line(f"{path}: {len(content)} bytes"), err=True)
 
 
 def without_files(result: Any) -> Any:
-    """Return the result with the size of each file in place of its base64, to be read by people."""
+    """Return the result with the size of each file instead of its base64."""
     from app.result_files import shortened
 
     return shortened(result)

@@ -24,7 +24,7 @@ from app.terminal import console, echo, escape_line
 from slotkeeper.client_errors import ApiError, ApiUnreachable
 
 _WATCH_JOBS = 12
-# Fields that _print_model prints as sentences, and those that the configuration shows.
+# Fields that _print_model prints as sentences, or that the configuration contains.
 _HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
 
 
@@ -52,12 +52,12 @@ def show_dead(job_id: str, as_json: bool) -> None:
     """Show a dead job with all of its attempts."""
     api = api_client()
     job = api.get(f"/queue/jobs/{path_segment(job_id)}")
-    found = api.get(f"/queue/jobs/{path_segment(job_id)}/attempts")["attempts"]
+    attempts = api.get(f"/queue/jobs/{path_segment(job_id)}/attempts")["attempts"]
     if as_json:
-        print_json({**job, "attempts": found})
+        print_json({**job, "attempts": attempts})
         return
     print_job(job)
-    print_attempts(found)
+    print_attempts(attempts)
 
 
 @dlq.command("retry")
@@ -85,7 +85,7 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
     echo(f"{retried} jobs are queued again.")
     if left_out:
         count = f"{left_out} or more" if left_out >= 1000 else left_out
-        echo(f"Of removed models, and still dead: {count}.  Register the model again, or delete them.")
+        echo(f"Still dead, because their models were removed: {count}.  Register the models again, or delete the jobs.")
 
 
 @dlq.command("delete")
@@ -115,7 +115,7 @@ def list_servers(as_json: bool) -> None:
         _print_fleets(answer["fleets"])
 
 
-def _print_servers(found: list[dict[str, Any]]) -> None:
+def _print_servers(listed: list[dict[str, Any]]) -> None:
     rows = (
         (
             server["server"],
@@ -126,7 +126,7 @@ def _print_servers(found: list[dict[str, Any]]) -> None:
             endpoint,
             _format_attributes(server["attributes"]),
         )
-        for server in found
+        for server in listed
         for model, endpoint in (server["models"] or {"-": "-"}).items()
     )
     titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
@@ -135,7 +135,7 @@ def _print_servers(found: list[dict[str, Any]]) -> None:
 
 
 def _format_status(server: dict[str, Any]) -> str:
-    """Return what keeps a server from taking jobs at this moment; "ok": nothing does."""
+    """Return why a server gets no jobs at the moment, or fewer; "ok": it can run jobs on all slots."""
     status, quarantined = server["status"], len(server["quarantined"])
     if status is None:
         return "-"
@@ -155,16 +155,16 @@ def _format_status(server: dict[str, Any]) -> str:
     return ", ".join(parts) or server["blocked_by"] or "ok"
 
 
-def _format_attributes(found: dict[str, Any]) -> str:
+def _format_attributes(attributes: dict[str, Any]) -> str:
     return " ".join(
         f"{name}={','.join(map(str, value)) if isinstance(value, list) else display(value)}"
-        for name, value in found.items()
+        for name, value in attributes.items()
     )
 
 
-def _print_fleets(found: list[dict[str, Any]]) -> None:
+def _print_fleets(fleets: list[dict[str, Any]]) -> None:
     names = ("fleet", "waiting", "taken", "free", "cooling")
-    print_table(names, ([one[name] for name in names] for one in found), "")
+    print_table(names, ([fleet[name] for name in names] for fleet in fleets), "")
 
 
 @servers.command("show")
@@ -175,27 +175,28 @@ def show_server(server: str, as_json: bool) -> None:
 
     Of the servers with a free slot, the one with the lowest total score runs the next job.
     """
-    found = api_client().get(f"/admin/servers/{path_segment(server)}")
+    shown = api_client().get(f"/admin/servers/{path_segment(server)}")
     if as_json:
-        print_json(found)
+        print_json(shown)
         return
-    now = found.pop("status")
-    found["attributes"] = _format_attributes(found["attributes"]) or None
-    print_fields({**found, **(now or {})}, ("models", "scores", "quarantined"))
-    for one in found["quarantined"]:
-        echo(escape_line(one["sentence"]))
-    if now is None:
+    status = shown.pop("status")
+    shown["attributes"] = _format_attributes(shown["attributes"]) or None
+    print_fields({**shown, **(status or {})}, ("models", "scores", "quarantined"))
+    for slot in shown["quarantined"]:
+        echo(escape_line(slot["sentence"]))
+    if status is None:
         echo("Its breaker, cooldowns and scores are unknown, because Redis does not answer.")
         return
     parts = ("load", "failures", "slowness", "swap", "silence", "total")
     rows = [
-        (model, endpoint, *(_score(now["scores"], model, part) for part in parts))
-        for model, endpoint in found["models"].items()
+        (model, endpoint, *(_score(status["scores"], model, part) for part in parts))
+        for model, endpoint in shown["models"].items()
     ]
     print_table(("model", "endpoint", *parts), rows, "It serves no model.")
 
 
 def _score(scores: dict[str, Any], model: str, part: str) -> str | None:
+    """Return one part of the score of a model; None: the server has no score for it."""
     return f"{scores[model][part]:.3f}" if part in scores.get(model, ()) else None
 
 
@@ -242,7 +243,11 @@ def reset_server(server: str, as_json: bool) -> None:
     help="Jobs that the server runs at the same time.  [default: 1, for a new server]",
 )
 @click.option(
-    "--attribute", "attributes", metavar="NAME=VALUE", multiple=True, help="For constraints of jobs; repeat it."
+    "--attribute",
+    "attributes",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="For constraints of jobs; repeat it for several.",
 )
 @click.option(
     "--weight",
@@ -261,7 +266,7 @@ def register_server(
     attributes: tuple[str, ...],
     description: str | None,
     as_json: bool,
-    **more: Any,
+    **options: Any,
 ) -> None:
     """Add a server, or add a model to a server.
 
@@ -272,7 +277,7 @@ def register_server(
     slotkeeper servers register ... --attribute gpu=A100 --attribute memory=80 --weight 2
     """
     body: dict[str, Any] = {"model": model, "server": server, "endpoint": endpoint}
-    body |= {name: value for name, value in more.items() if value is not None}
+    body |= {name: value for name, value in options.items() if value is not None}
     if description is not None:
         body["description"] = read_json(description, "--description")
     if attributes:
@@ -288,11 +293,13 @@ def register_server(
 @servers.command("remove")
 @click.argument("server")
 @click.option("--drain", is_flag=True, help="Start no new jobs on it, and remove it when its jobs have ended.")
-@click.option("--force", is_flag=True, help="Remove it now; its jobs run again on other servers, at no retry.")
+@click.option(
+    "--force", is_flag=True, help="Remove it now; its jobs run again on other servers, and no retry is counted."
+)
 @json_option
 def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
     """Remove a server.  Its models stay."""
-    params = {name: "true" for name, wanted in (("drain", drain), ("force", force)) if wanted}
+    params = {name: "true" for name, is_set in (("drain", drain), ("force", force)) if is_set}
     removal.print_removal(removal.remove("servers", server, params), as_json)
 
 
@@ -308,20 +315,20 @@ def models() -> None:
 @json_option
 def list_models(as_json: bool) -> None:
     """List models."""
-    found = api_client().get("/admin/models")["models"]
+    listed = api_client().get("/admin/models")["models"]
     if as_json:
-        print_json(found)
+        print_json(listed)
     else:
-        _print_models(found)
+        _print_models(listed)
 
 
-def _print_models(found: list[dict[str, Any]]) -> None:
+def _print_models(listed: list[dict[str, Any]]) -> None:
     rows = (
         (
-            *(one[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
-            ", ".join(one["servers"]),
+            *(model[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
+            ", ".join(model["servers"]),
         )
-        for one in found
+        for model in listed
     )
     titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
     print_table(titles, rows, "There are no models.  `slotkeeper servers register` adds a model with its server.")
@@ -336,25 +343,23 @@ def show_model(model: str, as_json: bool) -> None:
     Also says how long jobs may wait.  A * marks each setting of the model that differs from the default.
     """
     api = api_client()
-    found, answer = (
-        api.get(f"/admin/models/{path_segment(model)}"),
-        api.get(f"/admin/model-configs/{path_segment(model)}"),
-    )
+    state = api.get(f"/admin/models/{path_segment(model)}")
+    configuration = api.get(f"/admin/model-configs/{path_segment(model)}")
     if as_json:
-        print_json({**found, **answer})
+        print_json({**state, **configuration})
         return
-    _print_model(found)
-    own = answer["overrides"]
-    print_fields({f"{name} *" if name in own else name: value for name, value in answer["config"].items()})
+    _print_model(state)
+    overrides, settings = configuration["overrides"], configuration["config"]
+    print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
 
 
-def _print_model(found: dict[str, Any]) -> None:
-    load = found["load"] or {}
-    print_fields({**found, **load, "servers": ", ".join(found["servers"])}, _HIDDEN_MODEL_FIELDS)
-    if found.get("removal"):
-        remaining = removal.format_counts(found["removal"]["remaining"])
+def _print_model(state: dict[str, Any]) -> None:
+    load = state["load"] or {}
+    print_fields({**state, **load, "servers": ", ".join(state["servers"])}, _HIDDEN_MODEL_FIELDS)
+    if state.get("removal"):
+        remaining = removal.format_counts(state["removal"]["remaining"])
         echo(escape_line(f"The model is being removed; jobs that have not ended: {remaining}."))
-    echo(found["longest_wait"])
+    echo(state["longest_wait"])
     if load.get("work_s"):
         echo(f"The waiting jobs are about {load['work_s']:g} s of work for the slots of the model.")
     echo()
@@ -374,7 +379,7 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
     slotkeeper models configure flux preset=slot-protocol description=@flux.json
     """
     api, path = api_client(), f"/admin/model-configs/{path_segment(model)}"
-    changes = dict(read_setting(one) for one in settings)
+    changes = dict(read_setting(setting) for setting in settings)
     answer = api.request("PUT", path, body={**_overrides(api, path), **changes})
     if as_json:
         print_json(answer)
@@ -385,12 +390,12 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
 def _overrides(api: Any, path: str) -> dict[str, Any]:
     """Return the settings of a model that differ from the defaults; {} for an unknown model."""
     try:
-        found: dict[str, Any] = api.get(path)["overrides"]
+        overrides: dict[str, Any] = api.get(path)["overrides"]
     except ApiError as error:
         if error.status != 404:
             raise
         return {}
-    return found
+    return overrides
 
 
 @models.command("reset")
@@ -450,42 +455,43 @@ def watch(every: float) -> None:
 
     api = api_client()
     screen = console()
-    picture = _picture(api)  # Before the live view starts, so that an error is printed as by other commands.
-    with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+    view = _render_view(api)  # Before the live view starts, so that an error is printed in the usual way.
+    with Live(view, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
         try:
             while True:
-                live.update(picture, refresh=True)
+                live.update(view, refresh=True)
                 time.sleep(every)
                 try:
-                    picture = _picture(api)
+                    view = _render_view(api)
                 except (ApiError, ApiUnreachable) as error:  # for example while the API restarts
-                    picture = error.message
+                    view = error.message
         except KeyboardInterrupt:
             return
 
 
-def _picture(api: Any) -> Any:
+def _render_view(api: Any) -> Any:
+    """Return the live view: totals, fleets and newest jobs, as a rich renderable."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
 
     from app.cli.output import age
 
-    def table(title: str, *names: str) -> Table:
-        made = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        made.columns[0].no_wrap = True
-        return made
+    def new_table(title: str, *names: str) -> Table:
+        table = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.columns[0].no_wrap = True
+        return table
 
-    fleets = table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
+    fleets = new_table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
     answer = api.get("/admin/servers")
-    for one in answer["fleets"] or []:
-        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == one["fleet"]]
-        counts = [display(one[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
+    for fleet in answer["fleets"] or []:
+        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == fleet["fleet"]]
+        counts = [display(fleet[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
         fleets.add_row(*map(escape_line, [*counts, ", ".join(names)]))
-    newest = table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
+    newest = new_table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
     for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
-        facts = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
-        newest.add_row(*(escape_line(display(fact)) for fact in facts), age(job["created_at"]))
+        values = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
+        newest.add_row(*(escape_line(display(value)) for value in values), age(job["created_at"]))
     states = api.get("/admin/ledger")["by_state"]
     summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
     return Group(f"{api.url}   {summary}\n", fleets, newest)

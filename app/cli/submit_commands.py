@@ -42,7 +42,7 @@ _STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "ca
 _BATCH_JOBS = 200
 _BATCH_BYTES = 4 << 20
 _BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")  # a UUIDv7
-_NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
+_HIDDEN_FIELDS = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
 @click.command(cls=RequestCommand)
@@ -55,7 +55,7 @@ _NOISE = ("links", "deduplicated", "result", "error", "last_error", "cancel_requ
 @output_option
 @json_option
 def submit(
-    model: str, payload: str, count: int, wait: bool, output: Path | None, as_json: bool, **requested: Any
+    model: str, payload: str, count: int, wait: bool, output: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Submit a job for MODEL.
 
@@ -69,7 +69,7 @@ def submit(
     """
     if output is not None and (not wait or count > 1):
         raise click.UsageError("--output saves the result of one ended job: give --wait, and leave --count out.")
-    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD"), **read_request(requested)}
+    body: Job = {"model": model, "payload": read_json(payload, "PAYLOAD"), **read_request(options)}
     jobs = _submit(body, count)
     for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
         echo(notice, err=True)
@@ -95,32 +95,32 @@ def _submit(body: Job, count: int) -> list[Job]:
 
     api, run = api_client(), secrets.token_hex(8)
 
-    def one(n: int) -> Job:
+    def submit_one(n: int) -> Job:
         key, patience_s = f"{run}-{n}", 0 if count == 1 else PATIENCE_S  # A single submit fails at once.
         submitted = api.submit(
-            **body, idempotency_key=key, headers=_trace(), patience_s=patience_s, on_pause=_print_resend
+            **body, idempotency_key=key, headers=_trace_header(), patience_s=patience_s, on_pause=_print_resend
         )
         return dict(submitted)
 
-    return [one(n) for n in _tracked(range(count), count, "submitted")]
+    return [submit_one(n) for n in _with_progress(range(count), count, "submitted")]
 
 
-def _trace() -> dict[str, str]:
-    """Return the header of the trace in which this command was called, or {}."""
-    found = trace_context.parse_traceparent(trace_context.get_process_traceparent())
-    return {} if found is None else {"traceparent": found}
+def _trace_header() -> dict[str, str]:
+    """Return the header with the trace that called this command, or {}."""
+    traceparent = trace_context.parse_traceparent(trace_context.get_process_traceparent())
+    return {} if traceparent is None else {"traceparent": traceparent}
 
 
 def _wait(api: "Client", jobs: list[Job]) -> list[Job]:
-    """Wait until the jobs have ended, and return them.  Ctrl-C ends the wait with exit status 130; the jobs go on."""
+    """Wait until the jobs have ended, and return them.  On Ctrl-C exit with status 130; the jobs continue."""
     try:
         if len(jobs) == 1:
             return [dict(api.wait_for_job(jobs[0]["job_id"], notify=_print_changes(jobs[0]), on_pause=_print_pause))]
-        tracked = _tracked(jobs, len(jobs), "ended")
-        return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in tracked]
+        jobs_shown = _with_progress(jobs, len(jobs), "ended")
+        return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in jobs_shown]
     except KeyboardInterrupt:
-        go_on = f"The job goes on; wait for it with: slotkeeper job {jobs[0]['job_id']} --wait"
-        echo(go_on if len(jobs) == 1 else f"The {len(jobs)} jobs go on; see them with: slotkeeper jobs", err=True)
+        hint = f"The job continues; wait for it with: slotkeeper job {jobs[0]['job_id']} --wait"
+        echo(hint if len(jobs) == 1 else f"The {len(jobs)} jobs continue; see them with: slotkeeper jobs", err=True)
         sys.exit(INTERRUPTED)
 
 
@@ -134,17 +134,17 @@ def _print_resend(error: ClientError) -> None:
     echo(f"{error.message}  Sending the job again; it is accepted only once.", err=True)
 
 
-def _tracked(items: Any, count: int, what: str) -> Iterator[Any]:
+def _with_progress(items: Any, count: int, label: str) -> Iterator[Any]:
     """Yield the items; show a progress bar on a terminal if there is more than one."""
     if count == 1 or not sys.stderr.isatty():
         return iter(items)
     from rich.progress import track
 
-    return iter(track(items, what, total=count, console=console(stderr=True), transient=True))
+    return iter(track(items, label, total=count, console=console(stderr=True), transient=True))
 
 
 def _print_changes(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """Print a job's status on standard error, and return a function that prints it again if it has changed."""
+    """Print the status of a job on standard error, and return a function that prints each change of it."""
     printed = ""
 
     def print_if_changed(job: Mapping[str, Any]) -> None:
@@ -160,9 +160,9 @@ def _print_changes(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None
 
 def _format_status(job: Mapping[str, Any]) -> str:
     error = job.get("last_error")
-    place = f"position {job['position']}" if job.get("position") else ""
-    failed = f"attempt {job['attempts']}: {error['code']}: {escape_line(error['message'])}" if error else ""
-    return "  ".join(filter(None, [job["job_id"], job["status"], place, failed]))
+    position = f"position {job['position']}" if job.get("position") else ""
+    failure = f"attempt {job['attempts']}: {error['code']}: {escape_line(error['message'])}" if error else ""
+    return "  ".join(filter(None, [job["job_id"], job["status"], position, failure]))
 
 
 def _print_submitted(job: Job) -> None:
@@ -172,26 +172,26 @@ def _print_submitted(job: Job) -> None:
     elif job.get("result") is not None:
         echo(f"{job['job_id']}  {job['status']}  {display(without_files(job['result']))}")
     else:
-        place = f"position {job['position']}" if job.get("position") else ""
+        position = f"position {job['position']}" if job.get("position") else ""
         parts = [
             job["job_id"],
             job["status"],
-            place or (job.get("next_step") == "starting" and "starting"),
+            position or (job.get("next_step") == "starting" and "starting"),
             start_of(job),
         ]
         echo("  ".join(filter(None, parts)))
 
 
 def start_of(job: Job) -> str:
-    """Return when a job should start, as words; "": unknown, or at once."""
+    """Return when a job should start, as text; "": unknown, or at once."""
     if not job.get("estimated_start_s") or job.get("next_step") == "starting":
         return ""
     return f"starts in about {job['estimated_start_s']:g} s"
 
 
-def _basis_of(found: Mapping[str, Any]) -> str:
-    """Return what the estimated start was computed from, as words."""
-    basis = found.get("estimate_basis")
+def _format_basis(explanation: Mapping[str, Any]) -> str:
+    """Return what the estimated start is computed from, as text."""
+    basis = explanation.get("estimate_basis")
     if not basis:
         return ""
     return f": {basis['jobs_before']} before it, {basis['mean_run_s']:g} s a run, {basis['slots']} slots"
@@ -212,35 +212,36 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
     """
     from uuid_utils import uuid7
 
-    sent = _Run(run or str(uuid7()))
-    again = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(sent.name)}"
-    echo(f"Run {escape_line(sent.name)}.  If it is interrupted, continue with: {again}", err=True)
+    run_state = _Run(run or str(uuid7()))
+    command = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(run_state.name)}"
+    echo(f"Run {escape_line(run_state.name)}.  If it is interrupted, continue with: {command}", err=True)
     api = api_client()
     try:
-        for numbers, lines in _batches(file, sent.name):
-            _submit_batch(api, sent, numbers, lines)
+        for numbers, lines in _batches(file, run_state.name):
+            _submit_batch(api, run_state, numbers, lines)
     except ClientError as error:
-        error.message = f"{error.message}\n{_interruption(sent, again)}"
+        error.message = f"{error.message}\n{_format_interruption(run_state, command)}"
         raise
     except KeyboardInterrupt:
-        echo(_interruption(sent, again), err=True)
+        echo(_format_interruption(run_state, command), err=True)
         sys.exit(INTERRUPTED)
     if as_json:
         print_json(
-            {name: getattr(sent, name) for name in ("accepted", "known", "refused", "batch")} | {"run": sent.name}
+            {name: getattr(run_state, name) for name in ("accepted", "known", "refused", "batch")}
+            | {"run": run_state.name}
         )
     else:
-        echo(f"{sent.accepted} jobs were accepted{_format_known(sent)}, {sent.refused} lines refused.")
-        if sent.batch is not None:
-            echo(f"See their progress with: slotkeeper batches show {sent.batch}", err=True)
-    if sent.refused:
-        echo(f"Correct the refused lines in the file, and submit them with: {again}", err=True)
+        echo(f"{run_state.accepted} jobs were accepted{_format_known(run_state)}, {run_state.refused} lines refused.")
+        if run_state.batch is not None:
+            echo(f"See their progress with: slotkeeper batches show {run_state.batch}", err=True)
+    if run_state.refused:
+        echo(f"Correct the refused lines in the file, and submit them with: {command}", err=True)
         sys.exit(1)
 
 
 @dataclass
 class _Run:
-    """One submission of a file.  `accepted`, `known`, `refused`: lines that are new, accepted before, or refused."""
+    """The progress of a run.  `accepted`, `known`, `refused`: numbers of lines: new, accepted before, and refused."""
 
     name: str
     accepted: int = 0
@@ -256,12 +257,12 @@ def _format_known(run: _Run) -> str:
     return f", {run.known} had been accepted before" if run.known else ""
 
 
-def _interruption(run: _Run, again: str) -> str:
-    return f"{run.accepted} jobs were accepted{_format_known(run)}; submit the rest with: {again}"
+def _format_interruption(run: _Run, command: str) -> str:
+    return f"{run.accepted} jobs were accepted{_format_known(run)}; submit the rest with: {command}"
 
 
 def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Yield lines with their numbers, as many as fit into one request, and show the progress in the file."""
+    """Yield (line numbers, lines), as many as fit into one request, and show a progress bar."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -269,16 +270,16 @@ def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]
         task = progress.add_task("0 lines", total=_size(file))
         numbers: list[int] = []
         lines: list[bytes] = []
-        seen = Counter[str]()
+        occurrences = Counter[str]()
         for number, line in enumerate(file, 1):
             progress.update(task, advance=len(line), description=f"{number} lines")
             if not line.strip():
                 continue
             numbers.append(number)
-            # By its content, since lines may be taken out or corrected before the run is continued.
+            # The key depends on the content, because lines may be removed or corrected before the run continues.
             content = sha256(line.strip()).hexdigest()[:32]
-            seen[content] += 1
-            lines.append(_add_key(line, f"{run}-{content}-{seen[content]}"))
+            occurrences[content] += 1
+            lines.append(_add_key(line, f"{run}-{content}-{occurrences[content]}"))
             if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
                 yield numbers, lines
                 numbers, lines = [], []
@@ -287,12 +288,13 @@ def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]
 
 
 def _name_of(file: IO[bytes]) -> str:
-    """Return the argument that names the file; "-": it is standard input."""
+    """Return the path of the file; "-" for standard input."""
     name = getattr(file, "name", "<stdin>")
     return "-" if name == "<stdin>" else str(name)
 
 
 def _size(file: IO[bytes]) -> int | None:
+    """Return the size of the file in bytes; None for a pipe or a terminal."""
     import os
 
     try:
@@ -302,7 +304,7 @@ def _size(file: IO[bytes]) -> int | None:
 
 
 def _add_key(line: bytes, key: str) -> bytes:
-    """Return the line with an idempotency key in front, otherwise unchanged.  The API reports an invalid line."""
+    """Return the line with an idempotency key, if it is an object without one.  The API reports an invalid line."""
     text = line.strip()
     try:
         job = json.loads(text)
@@ -314,11 +316,11 @@ def _add_key(line: bytes, key: str) -> bytes:
 
 
 def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[bytes]) -> None:
-    """Submit lines into the run's batch, and count them in `run`.  Lines that the API refuses are left out.
+    """Submit lines to the batch of the run, and count them in `run`.  Remove lines that the API refuses.
 
-    Raises ClientError: none of the lines that are left was accepted, or that is not known.
+    Raises ClientError: no line was accepted, or it is unknown whether the lines were accepted.
     """
-    headers = {"Content-Type": "application/x-ndjson", **_trace()}
+    headers = {"Content-Type": "application/x-ndjson", **_trace_header()}
     while lines:
         path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
         try:
@@ -341,7 +343,7 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
 @click.option("--status", type=click.Choice(_STATES))
 @click.option("--model")
 @click.option("--batch", help="Only jobs of this batch.")
-@click.option("--label", metavar="NAME=VALUE", multiple=True, help="Only jobs with this label; repeat it.")
+@click.option("--label", metavar="NAME=VALUE", multiple=True, help="Only jobs with this label; repeat it for several.")
 @limit_option
 @json_option
 def list_jobs(
@@ -400,7 +402,7 @@ def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> Non
 
 
 def print_job(job: Job) -> None:
-    print_fields(job, _NOISE)
+    print_fields(job, _HIDDEN_FIELDS)
     for name in ("error", "last_error"):
         if job.get(name):
             echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {escape_line(job[name]['message'])}")
@@ -414,25 +416,30 @@ def print_job(job: Job) -> None:
 @json_option
 def explain(job_id: str, as_json: bool) -> None:
     """Explain what a job waits for and when it should start."""
-    found = api_client().get(f"/queue/jobs/{path_segment(job_id)}/explain")
+    explanation = api_client().get(f"/queue/jobs/{path_segment(job_id)}/explain")
     if as_json:
-        print_json(found)
+        print_json(explanation)
         return
-    echo(escape_line(found["sentence"]))
-    if start := start_of(found):
-        echo(f"The job {start}{_basis_of(found)}.")
-    before = ", ".join(found["before"]) or None
+    echo(escape_line(explanation["sentence"]))
+    if start := start_of(explanation):
+        echo(f"The job {start}{_format_basis(explanation)}.")
+    before = ", ".join(explanation["before"]) or None
     print_fields(
-        {"jobs ahead": found["ahead"], "just before": before, "policy": found["policy"], "overtaken": _overtaken(found)}
+        {
+            "jobs ahead": explanation["ahead"],
+            "just before": before,
+            "policy": explanation["policy"],
+            "overtaken": _format_overtaking(explanation),
+        }
     )
-    if found["servers"]:
-        rows = [(name, obstacle or "can take the job") for name, obstacle in found["servers"].items()]
+    if explanation["servers"]:
+        rows = [(name, obstacle or "can take the job") for name, obstacle in explanation["servers"].items()]
         print_table(("server", "now"), rows, "")
 
 
-def _overtaken(found: Job) -> str | None:
-    """Return which later jobs can overtake a job; None: there is no bound."""
-    match found["longest_overtaking_s"]:
+def _format_overtaking(explanation: Job) -> str | None:
+    """Return which later jobs can overtake a job, as text; None: there is no limit."""
+    match explanation["longest_overtaking_s"]:
         case None:
             return None
         case 0:
@@ -468,15 +475,22 @@ def attempts(job_id: str, as_json: bool) -> None:
         print_attempts(answer["attempts"])
 
 
-def print_attempts(found: list[dict[str, Any]]) -> None:
+def print_attempts(attempts: list[dict[str, Any]]) -> None:
     rows = (
-        (one["attempt"], one["slot"], one["started_at"], one["ended_at"], one["outcome"], _message(one["error"]))
-        for one in found
+        (
+            attempt["attempt"],
+            attempt["slot"],
+            attempt["started_at"],
+            attempt["ended_at"],
+            attempt["outcome"],
+            _format_error(attempt["error"]),
+        )
+        for attempt in attempts
     )
     print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "The job has not started yet.")
 
 
-def _message(error: dict[str, Any] | None) -> str | None:
+def _format_error(error: dict[str, Any] | None) -> str | None:
     return f"{error['code']}: {error['message']}" if error else None
 
 

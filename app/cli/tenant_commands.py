@@ -1,4 +1,4 @@
-"""Commands about secrets that descriptions of servers name."""
+"""Commands that manage the secrets of inference servers."""
 
 import sys
 
@@ -19,14 +19,18 @@ def secrets() -> None:
 @secrets.command("set")
 @click.argument("name")
 @click.option(
-    "--model", "models", metavar="MODEL", multiple=True, help="Model whose description may use it; repeat it."
+    "--model",
+    "models",
+    metavar="MODEL",
+    multiple=True,
+    help="Model whose description may use it; repeat it for several.",
 )
 @click.option("--all-models", is_flag=True, help="The descriptions of all models may use it.")
 @json_option
 def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bool) -> None:
     """Set or replace a secret.
 
-    The command prompts for the value or reads it from standard input, so that it is in no command line.
+    The command prompts for the value or reads it from standard input, so that it is not in the list of processes.
 
     \b
     slotkeeper secrets set HF_TOKEN --model flux
@@ -40,7 +44,7 @@ def set_secret(name: str, models: tuple[str, ...], all_models: bool, as_json: bo
     if as_json:
         print_json(answer)
     else:
-        echo(f"{name} is set, for {_whose(answer['models'])}.")
+        echo(f"{name} is set, for {_format_models(answer['models'])}.")
 
 
 @secrets.command("list")
@@ -51,7 +55,10 @@ def list_secrets(as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    rows = [(one["secret"], _whose(one["models"]), one["set_at"], one["set_by"]) for one in answer["secrets"]]
+    rows = [
+        (secret["secret"], _format_models(secret["models"]), secret["set_at"], secret["set_by"])
+        for secret in answer["secrets"]
+    ]
     print_table(("secret", "models", "set at", "set by"), rows, "There are no secrets.")
 
 
@@ -63,7 +70,7 @@ def remove_secret(name: str) -> None:
     echo(f"{name} is removed.")
 
 
-def _whose(models: list[str] | None) -> str:
+def _format_models(models: list[str] | None) -> str:
     return "all models" if models is None else ", ".join(models)
 
 

@@ -19,7 +19,7 @@ from app.cli.output import (
 )
 from app.terminal import echo, escape_line
 
-_TESTED_WITHIN_S = 30.0
+_TEST_TIME_LIMIT_S = 30.0
 
 tenant_option = click.option("--tenant", default="default", show_default=True, help="The tenant of the jobs.")
 _webhook = click.argument("webhook")
@@ -45,13 +45,13 @@ def webhooks() -> None:
 @json_option
 def list_webhooks(tenant: str | None, as_json: bool) -> None:
     """List webhooks and their state."""
-    found = list(api_client().iter_pages("/webhooks", "webhooks", _NO_LIMIT, tenant=tenant))
+    listed = list(api_client().iter_pages("/webhooks", "webhooks", _NO_LIMIT, tenant=tenant))
     if as_json:
-        print_json({"webhooks": found})
+        print_json({"webhooks": listed})
         return
     rows = [
-        (webhook["webhook"], webhook["tenant"], webhook["url"], _state_of(webhook), webhook["waiting"])
-        for webhook in found
+        (webhook["webhook"], webhook["tenant"], webhook["url"], _format_state(webhook), webhook["waiting"])
+        for webhook in listed
     ]
     titles = ("webhook", "tenant", "URL", "state", "waiting")
     print_table(titles, rows, "There are no webhooks.  Add one with: slotkeeper webhooks add URL")
@@ -151,20 +151,20 @@ def test_webhook(webhook: str, as_json: bool) -> None:
     """
     api, path = api_client(), f"/webhooks/{path_segment(webhook)}"
     message = api.post(f"{path}/test")["message"]
-    until = time.monotonic() + _TESTED_WITHIN_S
-    while (found := _find_delivery(api.get(f"{path}/deliveries", limit=50), message)) is None:
-        if time.monotonic() > until:
+    deadline_s = time.monotonic() + _TEST_TIME_LIMIT_S
+    while (delivery := _find_delivery(api.get(f"{path}/deliveries", limit=50), message)) is None:
+        if time.monotonic() > deadline_s:
             raise click.ClickException(
-                f"The test was not sent within {_TESTED_WITHIN_S:g} s; see that a process of role webhooks runs."
+                f"The test was not sent within {_TEST_TIME_LIMIT_S:g} s; check that a webhooks process runs."
             )
         time.sleep(0.2)
     if as_json:
-        print_json(found)
+        print_json(delivery)
     else:
-        body = f": {found['answer']}" if found["answer"] else ""
-        result = f"The receiver answered {found['status']}{body}" if found["error"] is None else found["error"]
-        echo(escape_line(f"{result} ({found['latency_ms']} ms)"))
-    if found["outcome"] != "delivered":
+        body = f": {delivery['answer']}" if delivery["answer"] else ""
+        result = f"The receiver answered {delivery['status']}{body}" if delivery["error"] is None else delivery["error"]
+        echo(escape_line(f"{result} ({delivery['latency_ms']} ms)"))
+    if delivery["outcome"] != "delivered":
         sys.exit(1)
 
 
@@ -237,20 +237,20 @@ def list_deliveries(
     _refuse_tenant(tenant)
     if given_up:
         name = "messages"
-        found = list(api_client().iter_pages("/webhooks/given-up", name, limit, webhook=webhook))
+        listed = list(api_client().iter_pages("/webhooks/given-up", name, limit, webhook=webhook))
         rows: list[tuple[Any, ...]] = [
             (message["message"], message["event"], message["job_id"], message["tries"], message["error"])
-            for message in found
+            for message in listed
         ]
         titles: tuple[str, ...] = ("message", "event", "job", "tries", "error")
     else:
         path = "callbacks" if webhook is None else path_segment(webhook)
         name = "deliveries"
-        found = list(api_client().iter_pages(f"/webhooks/{path}/deliveries", name, limit, job_id=job))
-        rows = [_delivery_row(delivery) for delivery in found]
+        listed = list(api_client().iter_pages(f"/webhooks/{path}/deliveries", name, limit, job_id=job))
+        rows = [_delivery_row(delivery) for delivery in listed]
         titles = ("message", "event", "ago", "try", "outcome", "status", "ms", "response or error")
     if as_json:
-        print_json({name: found})
+        print_json({name: listed})
     else:
         print_table(titles, rows, "There are no such messages.")
 
@@ -296,8 +296,10 @@ def replay_webhook(
         return
     _refuse_tenant(tenant)
     answer = api_client().post(f"/webhooks/{path_segment(webhook)}/replay", body)
-    what = message or (f"all events since {since}" if since else f"{answer['given_up']} messages that were given up")
-    echo(escape_line(f"Webhook {webhook} will be sent once more: {what}."))
+    selection = message or (
+        f"all events since {since}" if since else f"{answer['given_up']} messages that were given up"
+    )
+    echo(escape_line(f"Webhook {webhook} will be sent once more: {selection}."))
 
 
 @webhooks.command("secret")
@@ -313,24 +315,26 @@ def show_secret(tenant: str, as_json: bool) -> None:
 
 
 def _list_callbacks(tenant: str | None, limit: int, as_json: bool) -> None:
-    found = list(api_client().iter_pages("/webhooks/callbacks/given-up", "callbacks", limit, tenant=tenant))
+    listed = list(api_client().iter_pages("/webhooks/callbacks/given-up", "callbacks", limit, tenant=tenant))
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
     rows = [
         (row["message"], row["tenant"], row["status"], age(row["ended_at"]), row["tries"], row["error"])
-        for row in found
+        for row in listed
     ]
     titles = ("message", "tenant", "job", "ended", "tries", "error")
     print_table(titles, rows, "There are no such messages.")
 
 
 def _refuse_tenant(tenant: str | None) -> None:
+    """Raise UsageError if --tenant was given together with a webhook."""
     if tenant is not None:
         raise click.UsageError("A webhook belongs to one tenant; leave --tenant out.")
 
 
 def _request_secret(method: str, tenant: str, as_json: bool) -> None:
+    """Print the secret for the callbacks of a tenant.  `method`: GET, or POST for a new secret."""
     answer = api_client().request(method, f"/admin/webhook-secrets/{path_segment(tenant)}")
     if as_json:
         print_json(answer)
@@ -345,7 +349,7 @@ def _print_secret(secret: str) -> None:
     echo("Save this secret now: it cannot be read again.  The receiver verifies messages with it.", err=True)
 
 
-def _state_of(webhook: dict[str, Any]) -> str:
+def _format_state(webhook: dict[str, Any]) -> str:
     if webhook["state"] == "disabled":
         return f"disabled: {webhook['reason']}" if webhook["reason"] else "disabled"
     if webhook["failing_since"]:

@@ -1,4 +1,4 @@
-"""The HTML page at `/`.  It is rendered on the server, works without scripts, and calls API views as functions.
+"""The HTML pages at `/`.  They are rendered on the server, work without scripts, and call API views as functions.
 
-To add a screen: its view with `@page_view`, its template, and its row in `layout.NAVIGATION`.
+To add a page, write its view with `@page_view` and its template, and add an entry to `layout.NAVIGATION`.
 """

@@ -1,7 +1,7 @@
-"""Limit the wrong keys per minute at the log-in: of one address, and of all addresses.
+"""Limit the wrong keys per minute at the log-in: from one address, and from all addresses.
 
-A valid key is accepted whatever the counts are; otherwise an attacker could lock operators out.  A key has 256 random
-bits, so that guessing is hopeless.
+A valid key is always accepted; otherwise an attacker could lock operators out.  A key has 256 random bits, so it cannot
+be guessed.
 """
 
 import threading
@@ -10,25 +10,25 @@ from collections import Counter
 from collections.abc import Callable
 
 _WINDOW_S = 60.0
-_MOST_OF_ADDRESS, _MOST_OF_ALL = 10, 200
+_MAX_PER_ADDRESS, _MAX_IN_ALL = 10, 200
 
 
 class Attempts:
-    """Counts wrong keys of the present minute, in this process.  Safe between threads."""
+    """Counts the wrong keys of the current minute in this process.  Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._began = clock()
-        self._wrong: Counter[str] = Counter()
+        self._began_s = clock()
+        self._counts: Counter[str] = Counter()
 
-    def wrong(self, address: str) -> float:
-        """Count a wrong key of an address and return the seconds until its next try; 0: now."""
+    def count_wrong_key(self, address: str) -> float:
+        """Count a wrong key from an address, and return the seconds until its next try; 0: it may try now."""
         with self._lock:
-            left = self._began + _WINDOW_S - self._clock()
-            if left <= 0:
-                self._began, self._wrong, left = self._clock(), Counter(), _WINDOW_S
-            if self._wrong[address] >= _MOST_OF_ADDRESS or self._wrong.total() >= _MOST_OF_ALL:
-                return left
-            self._wrong[address] += 1
+            left_s = self._began_s + _WINDOW_S - self._clock()
+            if left_s <= 0:
+                self._began_s, self._counts, left_s = self._clock(), Counter(), _WINDOW_S
+            if self._counts[address] >= _MAX_PER_ADDRESS or self._counts.total() >= _MAX_IN_ALL:
+                return left_s
+            self._counts[address] += 1
             return 0.0

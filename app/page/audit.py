@@ -15,9 +15,8 @@ _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 
 @page_view("/page/audit", audit=True)
 def audit() -> Any:
-    wanted = {name: request.args.get(name, "").strip() for name in _FILTERS}
-    asked = {name: value for name, value in wanted.items() if value}
-    query = AuditQuery(**asked, limit=100, cursor=request.args.get("cursor") or None)
-    entries, cursor = audit_api.find_acts(query)
-    found = {"acts": entries, "next_cursor": cursor}
-    return render_page("audit.html", found=found, wanted=wanted, acts=sorted(ACTIONS))
+    filters = {name: request.args.get(name, "").strip() for name in _FILTERS}
+    given = {name: value for name, value in filters.items() if value}
+    query = AuditQuery(**given, limit=100, cursor=request.args.get("cursor") or None)
+    entries, next_cursor = audit_api.find_acts(query)
+    return render_page("audit.html", entries=entries, next=next_cursor, filters=filters, actions=sorted(ACTIONS))

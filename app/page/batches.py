@@ -14,17 +14,17 @@ from app.schemas.job_schemas import ListQuery
 
 @page_view("/page/batches")
 def batches() -> Any:
-    found = batches_api.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
-    return render_page("batches.html", batches=found["batches"], next=found["next_cursor"])
+    listed = batches_api.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
+    return render_page("batches.html", batches=listed["batches"], next=listed["next_cursor"])
 
 
 @page_view("/page/batches/<batch>")
 def batch(batch: str) -> Any:
-    answer = batches_api.get_batch(BatchPath(batch=batch))
-    wanted = {name: request.args.get(name) or None for name in ("status", "cursor")}
-    found = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **wanted}))
+    progress = batches_api.get_batch(BatchPath(batch=batch))
+    query = {name: request.args.get(name) or None for name in ("status", "cursor")}
+    listed = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **query}))
     return render_page(
-        "batch.html", batch=answer, jobs=found["jobs"], next=found["next_cursor"], status=wanted["status"]
+        "batch.html", batch=progress, jobs=listed["jobs"], next=listed["next_cursor"], status=query["status"]
     )
 
 

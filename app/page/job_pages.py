@@ -1,4 +1,4 @@
-"""Jobs: the list, and the life of one."""
+"""The pages of jobs: the list, and one job with its timeline and files."""
 
 import re
 from dataclasses import dataclass
@@ -23,71 +23,74 @@ from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
 
-_WIDTH = 1000  # of a time line, in its own units
+_TIMELINE_WIDTH = 1000  # in the units of the SVG view box
 _MIN_BAR_WIDTH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A phase on the timeline.  `x` and `width`: in thousandths of the timeline."""
+    """A phase on the timeline.  `x` and `width` are in thousandths of the timeline."""
 
     phase: Phase
     x: float
     width: float
-    lasted_ms: int
+    duration_ms: int
 
 
 @page_view("/page/jobs")
 def jobs() -> Any:
-    wanted = _query_value("status"), _query_value("model"), _query_value("cursor")
     if (job_id := _query_value("id")) is not None:
         return redirect(f"/page/jobs/{segment(job_id)}", 303)
-    status, model, cursor = wanted
+    status, model, cursor = _query_value("status"), _query_value("model"), _query_value("cursor")
     query = ListQuery.model_validate({"status": status, "model": model, "limit": 50, "cursor": cursor})
-    found = jobs_api.list_jobs(query)
+    listed = jobs_api.list_jobs(query)
     return render_page(
-        "jobs.html", jobs=found["jobs"], next=found["next_cursor"], status=status, model=model, states=State
+        "jobs.html", jobs=listed["jobs"], next=listed["next_cursor"], status=status, model=model, states=State
     )
 
 
 @page_view("/page/jobs/<path:job_id>")
 def job(job_id: str) -> Any:
-    known = jobs_api.visible_job(job_id)
-    if known.id != job_id:
-        return redirect(f"/page/jobs/{segment(known.id)}", 303)
+    """Show a job.  If `job_id` is the start or the end of an id, redirect to the whole id."""
+    stored = jobs_api.visible_job(job_id)
+    if stored.id != job_id:
+        return redirect(f"/page/jobs/{segment(stored.id)}", 303)
     path = JobPath(job_id=job_id)
-    trail, now = dispatcher().store.list_events(job_id), now_ms()
-    result, files = _result_of(known)
-    life = job_timeline.build_timeline(dispatcher().store, dispatcher().catalog.get(), known, trail, now)
+    events, at_ms = dispatcher().store.list_events(job_id), now_ms()
+    result, files = _result_of(stored)
+    timeline = job_timeline.build_timeline(dispatcher().store, dispatcher().catalog.get(), stored, events, at_ms)
     return render_page(
         "job.html",
         job=jobs_api.get_job(path, WaitQuery(wait=0)),
-        payload=known.payload,
-        remote_id=known.remote_id,
-        source=known.source,
-        explained=None if known.state in FINAL_STATES else jobs_api.explain_job(path),
+        payload=stored.payload,
+        remote_id=stored.remote_id,
+        source=stored.source,
+        explanation=None if stored.state in FINAL_STATES else jobs_api.explain_job(path),
         attempts=jobs_api.list_attempts(path)["attempts"],
-        events=[_event_row(event) for event in trail],
-        life=life,
-        result=None if known.result is None else json_preview(shortened(result, files)),
-        null_result=NULL_RESULT if known.result == "null" else None,
+        events=[_event_row(event) for event in events],
+        timeline=timeline,
+        result=None if stored.result is None else json_preview(shortened(result, files)),
+        null_result=NULL_RESULT if stored.result == "null" else None,
         files=files,
-        parts_of=[(kind, life.total_ms(kind, now)) for kind in PhaseKind],
-        bars=_bars(life, now),
-        has_ended=known.state in FINAL_STATES,
-        is_dead=known.state is State.DEAD,
-        created_ms=known.created_ms,
+        phase_totals=[(kind, timeline.total_ms(kind, at_ms)) for kind in PhaseKind],
+        bars=_bars(timeline, at_ms),
+        has_ended=stored.state in FINAL_STATES,
+        is_dead=stored.state is State.DEAD,
+        created_ms=stored.created_ms,
     )
 
 
 @page_view("/page/jobs/<path:job_id>/files/<int:number>")
 def result_file(job_id: str, number: int) -> Any:
-    """A file of the result: a picture to be drawn, or a download.  Nothing in it is run."""
+    """Return a file of the result: a picture that the browser shows, or a download.
+
+    The browser executes nothing in the file: only known types of pictures keep their type.
+    """
     _, files = _result_of(jobs_api.visible_job(job_id))
     try:
         content = files[number].content()
     except (IndexError, ValueError):
-        raise PageError(404, "No such file", "The job's result has no such file, or it is no base64.") from None
+        raise PageError(404, "No such file", "The job's result has no such file, or it is not valid base64.") from None
     file = files[number]
     response = Response(content, content_type=file.media_type if file.is_picture else "application/octet-stream")
     response.headers.set(
@@ -99,8 +102,8 @@ def result_file(job_id: str, number: int) -> Any:
 @page_view("/page/jobs/<path:job_id>/cancel", method="POST")
 @answered_in_time
 def cancel(job_id: str) -> Any:
-    answer, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
-    return redirect(f"/page/jobs/{segment(job_id)}?done={answer['status']}", 303)
+    canceled, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
+    return redirect(f"/page/jobs/{segment(job_id)}?done={canceled['status']}", 303)
 
 
 @page_view("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
@@ -111,7 +114,7 @@ def retry(job_id: str) -> Any:
 
 
 def _result_of(job: Job) -> tuple[Any, list[File]]:
-    """Return a job's result, and the files in it."""
+    """Return the result of a job and the files in it.  A text replaces a result that is expensive to parse."""
     if job.result is None:
         return None, []
     if is_expensive_to_parse(job.result):
@@ -121,17 +124,18 @@ def _result_of(job: Job) -> tuple[Any, list[File]]:
 
 
 def _file_name(job_id: str, number: int, file: File) -> str:
-    """A name for people, without what a header or a folder could take for more."""
+    """Return a readable file name, without characters that have a meaning in a header or a path."""
     name = re.sub(r"[^0-9A-Za-z_. -]", "_", file.name or "")[-100:].lstrip(".")
     return name or f"{re.sub(r'[^0-9A-Za-z-]', '_', job_id)[-100:]}-{number + 1}{file.ending}"
 
 
 def _query_value(name: str) -> str | None:
+    """Return a parameter of the query string; None if it is missing or blank."""
     return request.args.get(name, "").strip() or None
 
 
 def _event_row(event: Event) -> dict[str, Any]:
-    """An event with its facts as pairs of words."""
+    """Return an event as a row of the table; its data, except the reason, are in `facts`."""
     facts = {name: value for name, value in event.data.items() if name != "why" and value not in (None, "", 0)}
     error = facts.pop("error", None)
     if error:
@@ -139,13 +143,13 @@ def _event_row(event: Event) -> dict[str, Any]:
     return {"type": event.type, "at": event.at_ms, "why": event.data.get("why"), "facts": facts}
 
 
-def _bars(life: Timeline, now_ms: int) -> list[Bar]:
-    """Return a bar for each phase, as wide as the phase lasted, but wide enough to be seen."""
-    lasted = [phase.lasted_ms(now_ms) for phase in life.phases]
-    shown = [max(_MIN_BAR_WIDTH, _WIDTH * ms / max(1, sum(lasted))) for ms in lasted]
-    scale = _WIDTH / max(1.0, sum(shown))
+def _bars(timeline: Timeline, now_ms: int) -> list[Bar]:
+    """Return a bar for each phase.  Its width shows the duration, with a minimum so that the bar is visible."""
+    durations_ms = [phase.lasted_ms(now_ms) for phase in timeline.phases]
+    widths = [max(_MIN_BAR_WIDTH, _TIMELINE_WIDTH * ms / max(1, sum(durations_ms))) for ms in durations_ms]
+    scale = _TIMELINE_WIDTH / max(1.0, sum(widths))
     bars, x = [], 0.0
-    for phase, ms, width in zip(life.phases, lasted, shown, strict=True):
+    for phase, ms, width in zip(timeline.phases, durations_ms, widths, strict=True):
         bars.append(Bar(phase, round(x, 1), round(width * scale, 1), ms))
         x += width * scale
     return bars

@@ -1,4 +1,4 @@
-"""The frame of every screen: navigation, messages, user and theme."""
+"""The layout of every page: navigation, messages, current tenant and theme."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from slotkeeper.registry.tenants import Tenant
 
 @dataclass(frozen=True, slots=True)
 class NavItem:
-    """One of the main screens."""
+    """An entry of the navigation.  `admin`, `audit`: the right that a tenant needs to see it."""
 
     name: str
     path: str
@@ -20,7 +20,8 @@ class NavItem:
     audit: bool = False
 
     @property
-    def is_here(self) -> bool:
+    def is_current(self) -> bool:
+        """Whether the request is for this page or a page below it."""
         return request.path == self.path or (self.path != "/" and request.path.startswith(self.path + "/"))
 
 
@@ -35,7 +36,7 @@ NAVIGATION = (
     NavItem("Audit", "/page/audit", admin=False, audit=True),
     NavItem("Settings", "/page/settings"),
 )
-# The messages after a form was submitted, by the word in the redirect's address.
+# The messages after a form was submitted, by the value of `done` in the URL of the redirect.
 MESSAGES = {
     "canceled": "The job is canceled.",
     "batch-canceled": "Its waiting jobs are canceled; its running jobs end when their servers stop them.",
@@ -55,11 +56,11 @@ MESSAGES = {
 
 def template_values() -> dict[str, Any]:
     """Return the values that every template uses."""
-    me = current_tenant() if visitor.is_logged_in() else None
+    tenant = current_tenant() if visitor.is_logged_in() else None
     return {
-        "me": me,
+        "current_tenant": tenant,
         "keys_required": visitor.keys_required(),
-        "ways": [item for item in NAVIGATION if me is not None and _may_go(item, me)],
+        "nav_items": [item for item in NAVIGATION if tenant is not None and _may_see(item, tenant)],
         "theme": visitor.theme(),
         "form_token": visitor.form_token(),
         "message": _message_for(request.args.get("done", "")),
@@ -68,14 +69,15 @@ def template_values() -> dict[str, Any]:
     }
 
 
-def _may_go(item: NavItem, me: Tenant) -> bool:
-    return me.admin or (item.audit and me.audits) or not (item.admin or item.audit)
+def _may_see(item: NavItem, tenant: Tenant) -> bool:
+    return tenant.admin or (item.audit and tenant.audits) or not (item.admin or item.audit)
 
 
-def _message_for(word: str) -> str | None:
-    if word in MESSAGES:
-        return MESSAGES[word]
-    number, _, rest = word.partition("-")
+def _message_for(code: str) -> str | None:
+    """Return the message for the value of `done` in the URL; None for an unknown value."""
+    if code in MESSAGES:
+        return MESSAGES[code]
+    number, _, rest = code.partition("-")
     if rest in ("retried", "left") and number.isdecimal() and len(number) < 7:
         more = "  More jobs are dead; retry all again." if rest == "left" else ""
         jobs = "1 job is" if number == "1" else f"{number} jobs are"

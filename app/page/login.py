@@ -1,7 +1,7 @@
 """Log-in, sessions and form tokens of the page.
 
-With keys a visit begins with a log-in.  Without them everybody is LOCAL, as at the API, and a visit is there for the
-forms alone.
+If keys are required, a session begins with a log-in.  Otherwise each client is LOCAL_TENANT, as in the API, and the
+session only protects the forms.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ V = TypeVar("V", bound=Callable[..., Any])
 LOG_IN = "/page/log-in"
 _ATTEMPTS = "slotkeeper_attempts"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_MOST_FIELDS, _MOST_FORM_BYTES = 2000, 256 << 10
+_MAX_FIELDS, _MAX_FORM_BYTES = 2000, 256 << 10
 
 page = Blueprint("page", "app.page")
 
 
 class PageError(Exception):
-    """What a person may not do, or has to do first."""
+    """The client may not do this, or has to do something else first.  Shown as an error page."""
 
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)
@@ -48,17 +48,16 @@ class PageError(Exception):
 def page_view(
     rule: str, *, admin: bool = False, audit: bool = False, method: str = "GET", open_to_all: bool = False
 ) -> Callable[[V], V]:
-    """Serve a view of the page there.
+    """Register a view of the page at the URL rule.
 
-    `admin`: only to who may administer; `audit`: to them, and to who may see what others did; `open_to_all`: also
-    without a log-in.
+    admin: only for administrators.  audit: only for administrators and auditors.  open_to_all: also without a log-in.
     """
 
     def register(view: V) -> V:
         @wraps(view)
         def guarded(**path: Any) -> Any:
             if not open_to_all and not is_logged_in():
-                return redirect(_log_in_before(request), 303)
+                return redirect(_log_in_url(request), 303)
             if admin and not current_tenant().admin:
                 raise PageError(403, "Not allowed", "Log in with the key of a tenant that may administer.")
             if audit and not may_audit():
@@ -71,10 +70,10 @@ def page_view(
     return register
 
 
-def _log_in_before(wanted: Request) -> str:
-    """Return the address of the log-in, which leads on to the wanted screen."""
-    path = wanted.full_path.rstrip("?")
-    return LOG_IN if wanted.method != "GET" or path == "/" else f"{LOG_IN}?next={quote(path)}"
+def _log_in_url(blocked: Request) -> str:
+    """Return the URL of the log-in, which then redirects to the requested page."""
+    path = blocked.full_path.rstrip("?")
+    return LOG_IN if blocked.method != "GET" or path == "/" else f"{LOG_IN}?next={quote(path)}"
 
 
 def register(app: Flask) -> None:
@@ -82,6 +81,7 @@ def register(app: Flask) -> None:
 
 
 def equip(app: Flask) -> None:
+    """Add the counter of wrong keys to the app."""
     app.extensions[_ATTEMPTS] = Attempts()
 
 
@@ -90,51 +90,52 @@ def equip(app: Flask) -> None:
 
 @page.before_request
 def _begin_request() -> None:
-    request.max_form_parts, request.max_content_length = _MOST_FIELDS, _MOST_FORM_BYTES
-    visit = session_cookie.decode_session(request.cookies.get(_cookie(), ""), session_keys())
-    if visit is not None and visit.key_hash and RevokedSessions(database()).is_revoked(visit.id):
-        visit = None
-    g.visit = visit or session_cookie.new_session("", _settings().session_s)
-    g.is_new_visit = visit is None
-    _identify(g.visit)
+    request.max_form_parts, request.max_content_length = _MAX_FIELDS, _MAX_FORM_BYTES
+    session = session_cookie.decode_session(request.cookies.get(_cookie(), ""), session_keys())
+    if session is not None and session.key_hash and RevokedSessions(database()).is_revoked(session.id):
+        session = None
+    g.session = session or session_cookie.new_session("", _settings().session_s)
+    g.is_new_session = session is None
+    _identify(g.session)
     if request.method not in _SAFE:
-        _refuse_foreign_forms(g.visit)
+        _refuse_foreign_forms(g.session)
         for field, texts in form().lists():
             reject_nul_in(field, *texts)
 
 
-def _identify(visit: Session) -> None:
+def _identify(session: Session) -> None:
+    """Set the tenant of the request, if the session has a valid key or no keys are required."""
     keys = access.keys()
-    whose = LOCAL_TENANT if keys is None else keys.of_hashed(visit.key_hash) if visit.key_hash else None
-    if whose is not None:
-        set_tenant(whose)
+    tenant = LOCAL_TENANT if keys is None else keys.of_hashed(session.key_hash) if session.key_hash else None
+    if tenant is not None:
+        set_tenant(tenant)
 
 
-def _refuse_foreign_forms(visit: Session) -> None:
-    """Refuse a form without this session's token, which other sites cannot know."""
-    if g.is_new_visit or not session_cookie.is_valid_form_token(form().get("token", ""), visit, session_keys()):
+def _refuse_foreign_forms(session: Session) -> None:
+    """Refuse a form without the token of this session, which other sites cannot know.  Raises PageError."""
+    if g.is_new_session or not session_cookie.is_valid_form_token(form().get("token", ""), session, session_keys()):
         detail = "This form is too old or from another session.  Go back, reload the page, and try again."
         raise PageError(403, "Form not valid", detail)
 
 
 @page.after_request
 def _finish_response(response: Response) -> Response:
-    if g.get("is_new_visit") and request.endpoint != "page.asset":
-        _set_session_cookie(response, g.visit)
+    if g.get("is_new_session") and request.endpoint != "page.asset":
+        _set_session_cookie(response, g.session)
     if request.endpoint != "page.asset":
         response.headers["Cache-Control"] = "no-store"
     response.headers["Referrer-Policy"] = "same-origin"
     return response
 
 
-def _set_session_cookie(response: Response, visit: Session) -> None:
-    value, lasts_s = session_cookie.encode_session(visit, next(session_keys())), _settings().session_s
-    _set_cookie(response, _cookie(), value, lasts_s)
+def _set_session_cookie(response: Response, session: Session) -> None:
+    value, max_age_s = session_cookie.encode_session(session, next(session_keys())), _settings().session_s
+    _set_cookie(response, _cookie(), value, max_age_s)
 
 
-def _set_cookie(response: Response, name: str, value: str, lasts_s: int) -> None:
+def _set_cookie(response: Response, name: str, value: str, max_age_s: int) -> None:
     secure = TaskSettings().callback_base.startswith("https://")
-    response.set_cookie(name, value, lasts_s, httponly=True, samesite="Strict", secure=secure, path="/")
+    response.set_cookie(name, value, max_age_s, httponly=True, samesite="Strict", secure=secure, path="/")
 
 
 def _cookie() -> str:
@@ -142,11 +143,11 @@ def _cookie() -> str:
 
 
 def _settings() -> AppSettings:
-    found: AppSettings = current_app.extensions["slotkeeper_settings"]
-    return found
+    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
+    return settings
 
 
-# -- log-in, log-out, light and dark -----------------------------------------------------------------------
+# -- log-in, log-out and theme -----------------------------------------------------------------------------
 
 
 @page_view(LOG_IN, open_to_all=True)
@@ -154,7 +155,7 @@ def log_in_form() -> Any:
     next_path = own_path(request.args.get("next", "/"))
     if is_logged_in():
         return redirect(next_path, 303)
-    return render_page("log_in.html", wrong="", next=next_path)
+    return render_page("log_in.html", error="", next=next_path)
 
 
 @page_view(LOG_IN, method="POST", open_to_all=True)
@@ -165,25 +166,26 @@ def log_in() -> Any:
     hashed = hash_key(form().get("key", "").strip())
     if keys.of_hashed(hashed) is None:
         return _refuse_key()
-    g.visit, g.is_new_visit = session_cookie.new_session(hashed, _settings().session_s), True
+    g.session, g.is_new_session = session_cookie.new_session(hashed, _settings().session_s), True
     return redirect(own_path(form().get("next", "/")), 303)
 
 
 def _refuse_key() -> Any:
+    """Return the log-in form with an error: 401, or 429 after too many wrong keys."""
     attempts: Attempts = current_app.extensions[_ATTEMPTS]
     next_path = own_path(form().get("next", "/"))
-    if wait_s := attempts.wrong(request.environ.get("REMOTE_ADDR", "")):
-        wrong = "No tenant has this key, and there were too many wrong keys; try again in a minute."
-        return render_page("log_in.html", 429, wrong=wrong, next=next_path), 429, {"Retry-After": str(int(wait_s) + 1)}
-    return render_page("log_in.html", 401, wrong="No tenant has this key.", next=next_path), 401
+    if wait_s := attempts.count_wrong_key(request.environ.get("REMOTE_ADDR", "")):
+        error = "No tenant has this key, and there were too many wrong keys; try again in a minute."
+        return render_page("log_in.html", 429, error=error, next=next_path), 429, {"Retry-After": str(int(wait_s) + 1)}
+    return render_page("log_in.html", 401, error="No tenant has this key.", next=next_path), 401
 
 
 @page_view("/page/log-out", method="POST", open_to_all=True)
 def log_out() -> Any:
-    """End the session, also for copies of its cookie.  Raises DatabaseUnavailable: the session goes on."""
-    if g.visit.key_hash:
-        RevokedSessions(database()).revoke(g.visit.id, g.visit.until_ms, now_ms())
-    g.visit, g.is_new_visit = session_cookie.new_session("", _settings().session_s), True
+    """End the session, also for copies of its cookie.  Raises DatabaseUnavailable; then the session continues."""
+    if g.session.key_hash:
+        RevokedSessions(database()).revoke(g.session.id, g.session.until_ms, now_ms())
+    g.session, g.is_new_session = session_cookie.new_session("", _settings().session_s), True
     return redirect(LOG_IN, 303)
 
 
@@ -197,19 +199,19 @@ def choose_theme() -> Any:
 
 
 def own_path(path: str) -> str:
-    """A place on this page to go on to, and no other site's."""
+    """Return the path if it is on this site, otherwise "/": a redirect must not lead to another site."""
     is_own = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if is_own else "/"
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------
 
 
 @page.errorhandler(Exception)
 def _handle_error(error: Exception) -> Any:
-    """As the API would answer it, but for people."""
-    if "visit" not in g:  # It was refused before anybody asked who it is.
-        g.visit, g.is_new_visit = session_cookie.new_session("", _settings().session_s), False
+    """Return the error page with the status, title and detail that the API would return."""
+    if "session" not in g:  # The request was refused before `_begin_request` ran.
+        g.session, g.is_new_session = session_cookie.new_session("", _settings().session_s), False
     if isinstance(error, PageError):
         return _error_page(error.status, error.title, error.detail)
     if isinstance(error, HTTPException) and (error.code is None or error.code < 400):
@@ -218,9 +220,9 @@ def _handle_error(error: Exception) -> Any:
 
 
 def problem_of(error: Exception) -> tuple[int, str, str]:
-    """An error in the API's words: (status, title, detail)."""
+    """Return (status, title, detail) of an error, as the API reports it."""
     problem = problems.problem_for(error)
-    assert isinstance(problem, Response), "only what is no error leaves otherwise"
+    assert isinstance(problem, Response), "an HTTPException that is no error is handled before"
     body = problem.get_json()
     return problem.status_code, body["title"], body["detail"]
 

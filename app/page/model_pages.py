@@ -23,22 +23,22 @@ from tasks.services import workers
 @page_view("/page/models/<path:model>", admin=True)
 def model(model: str) -> Any:
     path = ModelPath(model=model)
-    answer, now = models_api.get_model(path), now_ms()
-    known = dispatcher().catalog.get().models[model]
+    overview, at_ms = models_api.get_model(path), now_ms()
+    configured = dispatcher().catalog.get().models[model]
     running = dispatcher().store.list_running()
-    lanes, all_of_them = read_lanes(dispatcher(), known)
-    at_present = read_overview(dispatcher(), last_hour(), [known], running, now)[model]
+    lanes, is_complete = read_lanes(dispatcher(), configured)
+    now = read_overview(dispatcher(), last_hour(), [configured], running, at_ms)[model]
     slots = read_slots(dispatcher(), list(dispatcher().catalog.get().servers.values()), running)
     servers = [server for server in servers_api.list_servers()["servers"] if model in server["models"]]
     return render_page(
         "model.html",
-        model=answer,
-        now=at_present,
-        plot=plots.slot_use_plot(at_present.use, at_present.ended, answer["slots"]),
+        model=overview,
+        now=now,
+        plot=plots.slot_use_plot(now.use, now.ended, overview["slots"]),
         servers=[(server, slots.get(server["server"], [])) for server in servers],
         lanes=lanes,
-        all_of_them=all_of_them,
-        next=_next(lanes[0].first.id) if lanes else None,
+        is_complete=is_complete,
+        next_job=_explain_next(lanes[0].first.id) if lanes else None,
         config=models_api.get_config(path),
     )
 
@@ -49,7 +49,7 @@ def change_model(model: str) -> Any:
     return redirect(f"/page/models/{segment(model)}?done=changed", 303)
 
 
-def _next(job_id: str) -> Any:
+def _explain_next(job_id: str) -> Any:
     """Explain why the next job has not started; None: it has been deleted."""
     job = dispatcher().store.get(job_id)
     return job and explain_job(dispatcher(), workers(), job)

@@ -1,4 +1,4 @@
-"""The first screen: each model for operators, the jobs of a tenant for others."""
+"""The start page: all models for administrators; other tenants are redirected to their jobs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +13,21 @@ from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.page import plots
 from app.page.login import page_view
-from app.page.rendering import KINDS, content, render_page
+from app.page.rendering import MEDIA_TYPES, content, render_page
 from routing.queries import model_overview
 from routing.queries.model_overview import LastHourUsage, ModelOverview, SlotState
 from slotkeeper.clock import now_ms
 from tasks.services import database
 
 _LAST_HOUR = "slotkeeper_last_hour"
-_MOST_MODELS = 50
-_MOST_TILES = 64
-_A_YEAR_S = 31_536_000
+_MAX_MODELS = 50
+_MAX_TILES = 64
+_YEAR_S = 31_536_000
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model on the overview.  `servers`: (the server as in the API, its slots, how many more)."""
+    """A model on the overview.  `servers`: (the server as in the API, its slots, the number of slots not shown)."""
 
     model: dict[str, Any]
     now: ModelOverview
@@ -36,77 +36,81 @@ class ModelCard:
 
 
 def last_hour() -> LastHourUsage:
-    found: LastHourUsage | None = current_app.extensions.get(_LAST_HOUR)
-    if found is None:
-        found = current_app.extensions.setdefault(_LAST_HOUR, LastHourUsage(database()))
-    return found
+    """Return the slot use of the last hour, which the app caches."""
+    usage: LastHourUsage | None = current_app.extensions.get(_LAST_HOUR)
+    if usage is None:
+        usage = current_app.extensions.setdefault(_LAST_HOUR, LastHourUsage(database()))
+    return usage
 
 
 @page_view("/")
 def overview() -> Any:
     if not current_tenant().admin:
         return redirect("/page/jobs", 303)
-    wanted = request.args.get("q", "").strip()
+    name_filter = request.args.get("q", "").strip()
     listed = models_api.list_models()["models"]
-    found = [model for model in listed if wanted.lower() in model["model"].lower()]
-    found.sort(key=lambda model: (-(model["waiting"] or 0), model["model"]))
+    matching = [model for model in listed if name_filter.lower() in model["model"].lower()]
+    matching.sort(key=lambda model: (-(model["waiting"] or 0), model["model"]))
     servers = servers_api.list_servers()
-    cards = _cards(found[:_MOST_MODELS], servers["servers"])
+    cards = _cards(matching[:_MAX_MODELS], servers["servers"])
     return render_page(
         "overview.html",
         cards=cards,
-        wanted=wanted,
+        name_filter=name_filter,
         models=len(listed),
-        more=len(found) - len(cards),
+        more=len(matching) - len(cards),
         servers=servers["servers"],
-        room_away=servers["fleets"] is None,
+        is_redis_down=servers["fleets"] is None,
         now=now_ms(),
     )
 
 
-def _cards(shown: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[ModelCard]:
+def _cards(models: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[ModelCard]:
+    """Return a card for each model, except models that were removed in the meantime."""
     catalog, now, running = dispatcher().catalog.get(), now_ms(), dispatcher().store.list_running()
-    known = [catalog.models[model["model"]] for model in shown if model["model"] in catalog.models]
-    found = model_overview.read_overview(dispatcher(), last_hour(), known, running, now)
+    configured = [catalog.models[model["model"]] for model in models if model["model"] in catalog.models]
+    overviews = model_overview.read_overview(dispatcher(), last_hour(), configured, running, now)
     slots = model_overview.read_slots(dispatcher(), list(catalog.servers.values()), running)
     by_name = {server["server"]: server for server in servers}
     return [
         ModelCard(
             model,
-            found[model["model"]],
+            overviews[model["model"]],
             [
-                (by_name[name], slots.get(name, [])[:_MOST_TILES], max(0, len(slots.get(name, [])) - _MOST_TILES))
+                (by_name[name], slots.get(name, [])[:_MAX_TILES], max(0, len(slots.get(name, [])) - _MAX_TILES))
                 for name in model["servers"]
                 if name in by_name
             ],
-            plots.slot_use_plot(found[model["model"]].use, found[model["model"]].ended, model["slots"]),
+            plots.slot_use_plot(overviews[model["model"]].use, overviews[model["model"]].ended, model["slots"]),
         )
-        for model in shown
-        if model["model"] in found
+        for model in models
+        if model["model"] in overviews
     ]
 
 
-# -- what every screen needs -------------------------------------------------------------------------------
+# -- routes that every page uses ---------------------------------------------------------------------------
 
 
 @page_view("/page/stream")
 def stream() -> Response:
-    """As GET /stream, for who is logged in."""
+    """Stream events as GET /stream does, for the tenant that is logged in."""
     return stream_events(StreamQuery())
 
 
 @page_view("/page/static/<name>", open_to_all=True)
 def asset(name: str) -> Response:
-    kind = KINDS.get(name.rpartition(".")[2])
-    if kind is None or "/" in name:
+    """Return a static file."""
+    media_type = MEDIA_TYPES.get(name.rpartition(".")[2])
+    if media_type is None or "/" in name:
         raise NotFound
     try:
         body = content(name)
     except OSError:
         raise NotFound from None
-    return Response(body, content_type=kind, headers={"Cache-Control": f"public, max-age={_A_YEAR_S}, immutable"})
+    return Response(body, content_type=media_type, headers={"Cache-Control": f"public, max-age={_YEAR_S}, immutable"})
 
 
 @page_view("/page/<path:rest>")
 def nothing_here(rest: str) -> Any:
+    """Return the error page for an unknown path."""
     raise NotFound

@@ -1,4 +1,4 @@
-"""Draw small plots as SVG paths, which need no script, each with a description for screen readers."""
+"""Draw small plots as SVG paths, which need no script.  Each has a description for screen readers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ WIDTH, HEIGHT = 240, 48
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """`area` and `line`: paths in a box of WIDTH by HEIGHT; `words` says the same."""
+    """A plot.  `area` and `line`: SVG paths in a box of WIDTH by HEIGHT.  `words`: the description of the plot."""
 
     area: str
     line: str
@@ -18,7 +18,10 @@ class Plot:
 
 
 def slot_use_plot(use: Sequence[float], ended: Sequence[int], slots: int) -> Plot:
-    """Share of slots in use, minute by minute, the newest at the right.  slots: of servers that are online."""
+    """Return the plot of the share of slots in use.
+
+    use, ended: the share and the number of ended jobs of each minute, the newest last.  slots: of the online servers.
+    """
     if not slots:
         return Plot("", "", f"No server is online. {sum(ended)} jobs ended in the last hour.")
     if not any(use):

@@ -23,21 +23,26 @@ from tasks.services import database
 
 
 @page_view("/page/remove/models/<path:model>", admin=True)
-def ask_to_remove_model(model: str, wrong: str = "") -> Any:
-    found = models_api.get_model(ModelPath(model=model))
+def ask_to_remove_model(model: str, error: str = "") -> Any:
+    overview = models_api.get_model(ModelPath(model=model))
     catalog = dispatcher().catalog.get()
-    idle = {name for name in found["servers"] if set(catalog.servers[name].endpoints) == {model}}
-    left = catalog_removal.count_active_jobs(database(), model)
-    return render_page("remove_model.html", model=found, left=left, idle=idle, wrong=wrong)
+    idle_servers = {name for name in overview["servers"] if set(catalog.servers[name].endpoints) == {model}}
+    return render_page(
+        "remove_model.html",
+        model=overview,
+        active_jobs=catalog_removal.count_active_jobs(database(), model),
+        idle_servers=idle_servers,
+        error=error,
+    )
 
 
 @page_view("/page/remove/models/<path:model>", method="POST", admin=True)
 def remove_model(model: str) -> Any:
-    def act() -> Any:
-        answer, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_is_checked("drain")))
-        return redirect("/?done=removed" if answer["state"] == "done" else f"{_model_path(model)}?done=leaving", 303)
+    def remove() -> Any:
+        removal, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=_is_checked("drain")))
+        return redirect("/?done=removed" if removal["state"] == "done" else f"{_model_path(model)}?done=leaving", 303)
 
-    return _run_or_ask_again(act, lambda wrong: ask_to_remove_model(model=model, wrong=wrong))
+    return _run_or_ask_again(remove, lambda error: ask_to_remove_model(model=model, error=error))
 
 
 @page_view("/page/keep/models/<path:model>", method="POST", admin=True)
@@ -50,23 +55,28 @@ def keep_model(model: str) -> Any:
 
 
 @page_view("/page/remove/servers/<path:server>", admin=True)
-def ask_to_remove_server(server: str, wrong: str = "") -> Any:
+def ask_to_remove_server(server: str, error: str = "") -> Any:
     catalog = dispatcher().catalog.get()
-    others = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
-    found = servers_api.get_server(ServerPath(server=server))
-    bereft = set(found["models"]) - others
-    return render_page("remove_server.html", server=found, runs=_runs(server), bereft=bereft, wrong=wrong)
+    served_elsewhere = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
+    overview = servers_api.get_server(ServerPath(server=server))
+    return render_page(
+        "remove_server.html",
+        server=overview,
+        running_jobs=_running_jobs(server),
+        unserved_models=set(overview["models"]) - served_elsewhere,
+        error=error,
+    )
 
 
 @page_view("/page/remove/servers/<path:server>", method="POST", admin=True)
 def remove_server(server: str) -> Any:
-    def act() -> Any:
-        asked = ServerRemovalQuery(drain=_is_checked("drain"), force=_is_checked("force"))
-        answer, _ = servers_api.remove_server(ServerPath(server=server), asked)
-        done = answer["state"] == "done"
+    def remove() -> Any:
+        query = ServerRemovalQuery(drain=_is_checked("drain"), force=_is_checked("force"))
+        removal, _ = servers_api.remove_server(ServerPath(server=server), query)
+        done = removal["state"] == "done"
         return redirect("/page/servers?done=removed" if done else f"{_server_path(server)}?done=leaving", 303)
 
-    return _run_or_ask_again(act, lambda wrong: ask_to_remove_server(server=server, wrong=wrong))
+    return _run_or_ask_again(remove, lambda error: ask_to_remove_server(server=server, error=error))
 
 
 @page_view("/page/keep/servers/<path:server>", method="POST", admin=True)
@@ -75,24 +85,24 @@ def keep_server(server: str) -> Any:
     return redirect(f"{_server_path(server)}?done=kept", 303)
 
 
-def _runs(server: str) -> list[Job]:
+def _running_jobs(server: str) -> list[Job]:
     return [job for job in dispatcher().store.list_running() if job.server == server]
 
 
-# -- both --------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
-def _run_or_ask_again(act: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
-    """Return the response of the act; if the API refuses it, return the form with the API's message."""
+def _run_or_ask_again(action: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
+    """Return the response of the action; if the API refuses it, return the form with the message of the API."""
     try:
-        return act()
+        return action()
     except NotFound:
         raise
     except (SlotkeeperError, ValidationError) as error:
         status, _, detail = problem_of(error)
-        answer = ask_again(detail)
-        answer.status_code = status
-        return answer
+        response = ask_again(detail)
+        response.status_code = status
+        return response
 
 
 def _is_checked(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Templates, and how values look in them.  Whatever is put into one is text: nothing of a job becomes markup."""
+"""Render templates, and format values for them.  Autoescaping is on: no value becomes markup."""
 
 import hashlib
 from datetime import UTC, datetime
@@ -16,9 +16,9 @@ from routing.queries.job_timeline import format_duration
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 
-_LONGEST_JSON = 20_000
+_MAX_JSON_CHARS = 20_000
 _STATIC = files("app.page") / "static"
-KINDS = {
+MEDIA_TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
@@ -27,21 +27,21 @@ KINDS = {
 
 
 def render_page(template: str, code: int = 200, /, **values: Any) -> Response:
-    """The page that this template makes."""
+    """Render a template and return the response with the status `code`."""
     text = _templates().get_template(template).render(**layout.template_values(), **values)
     return Response(text, code, content_type="text/html; charset=utf-8")
 
 
 @cache
 def _templates() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("app.page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "duration": duration,
         "age": age,
         "time_between": time_between,
@@ -57,19 +57,19 @@ def _templates() -> Environment:
         "json_preview": json_preview,
         "breaker_reason": breaker_reason,
     }
-    made.globals |= {"asset": asset, "here": here}
-    return made
+    environment.globals |= {"asset": asset, "current_url": current_url}
+    return environment
 
 
 @cache
 def asset(name: str) -> str:
-    """Return the address of a static file; it changes with the content."""
+    """Return the URL of a static file.  The URL changes with the content, so that browsers can cache the file."""
     return f"/page/static/{name}?v={hashlib.sha256(content(name)).hexdigest()[:12]}"
 
 
 @cache
 def content(name: str) -> bytes:
-    """Raises FileNotFoundError."""
+    """Return the content of a static file.  Raises FileNotFoundError."""
     return (_STATIC / name).read_bytes()
 
 
@@ -84,22 +84,22 @@ def duration(ms: int | float | None) -> str:
 
 
 def age(at: str | int | None) -> str:
-    """How long ago a moment was."""
+    """Format the time since a moment."""
     return "–" if at is None else duration(max(0, now_ms() - _ms(at)))
 
 
 def time_between(from_: str | int, to: str | int | None) -> str:
-    """How long it was from one moment to another."""
+    """Format the time between two moments."""
     return "–" if to is None else duration(max(0, _ms(to) - _ms(from_)))
 
 
 def timestamp(at: str | int | None) -> str:
-    """ISO 8601, to the second, in UTC."""
+    """Format a moment as a date and a time of day to the second, in UTC."""
     return "–" if at is None else f"{_utc(at):%Y-%m-%d %H:%M:%S}"
 
 
 def time_of_day(at: str | int | None) -> str:
-    """The time of day with milliseconds, in UTC."""
+    """Format a moment as a time of day with milliseconds, in UTC."""
     return "–" if at is None else f"{_utc(at):%H:%M:%S}.{_ms(at) % 1000:03d}"
 
 
@@ -117,7 +117,7 @@ def short_id(job_id: str) -> str:
 
 
 def number(value: int | float | None) -> str:
-    """With thin spaces between thousands."""
+    """Format a number with thin spaces between the thousands."""
     if value is None:
         return "–"
     text = f"{value:,.1f}" if isinstance(value, float) and not value.is_integer() else f"{round(value):,}"
@@ -128,33 +128,34 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{round(share * 100)} %"
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    return f"{number(count)} {one if count == 1 else many or one + 's'}"
+def plural(count: int, singular: str, plural_form: str = "") -> str:
+    """Format a count with its noun."""
+    return f"{number(count)} {singular if count == 1 else plural_form or singular + 's'}"
 
 
 def segment(text: str) -> str:
-    """A name as one part of an address."""
+    """Quote a name as one segment of a URL path."""
     return quote(text, safe="")
 
 
 def sentence(text: str) -> str:
-    """A part of a sentence as a whole one."""
+    """Return the text as a sentence, with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def pretty_json(text: str) -> str:
-    """JSON text for people."""
+    """Format a JSON text with indentation; cut a long one."""
     return json_preview(json_text.loads(text))
 
 
 def json_preview(value: Any) -> str:
     """Format a value as JSON; cut a long text and add the number of omitted characters."""
     text = json_text.dumps(value, indent=True).decode()
-    left = len(text) - _LONGEST_JSON
-    return text if left <= 0 else f"{text[:_LONGEST_JSON]}\n… and {number(left)} characters more"
+    omitted = len(text) - _MAX_JSON_CHARS
+    return text if omitted <= 0 else f"{text[:_MAX_JSON_CHARS]}\n… and {number(omitted)} characters more"
 
 
-def here(**changed: Any) -> str:
-    """This address with some of its query changed; None takes a part out."""
+def current_url(**changed: Any) -> str:
+    """Return the URL of the request with changed query parameters; None removes a parameter."""
     query = {name: value for name, value in (request.args.to_dict() | changed).items() if value not in (None, "")}
     return request.path + (f"?{urlencode(query)}" if query else "")

@@ -1,4 +1,4 @@
-"""All screens of the page, put together."""
+"""All modules with views of the page.  Importing a module registers its views."""
 
 from flask import Flask
 

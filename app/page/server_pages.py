@@ -14,28 +14,28 @@ from routing.queries.explain import explain_idle_server
 from routing.queries.model_overview import read_slots
 from tasks.services import workers
 
-_MOST_TILES = 256
+_MAX_TILES = 256
 
 
 @page_view("/page/servers", admin=True)
 def servers() -> Any:
-    found = servers_api.list_servers()
-    return render_page("servers.html", servers=found["servers"], room_away=found["fleets"] is None)
+    listed = servers_api.list_servers()
+    return render_page("servers.html", servers=listed["servers"], is_redis_down=listed["fleets"] is None)
 
 
 @page_view("/page/servers/<path:server>", admin=True)
 def server(server: str) -> Any:
     """Show a server; with `?ask` also request its health, which may take until the time limit."""
-    answer, known = servers_api.get_server(ServerPath(server=server)), servers_api.known_server(server)
-    slots = read_slots(dispatcher(), [known], dispatcher().store.list_running())[server]
-    asked = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
+    overview, registered = servers_api.get_server(ServerPath(server=server)), servers_api.known_server(server)
+    slots = read_slots(dispatcher(), [registered], dispatcher().store.list_running())[server]
+    check_result = servers_api.check_server(ServerPath(server=server)) if request.args.get("ask") else None
     return render_page(
         "server.html",
-        server=answer,
-        slots=slots[:_MOST_TILES],
-        more=max(0, len(slots) - _MOST_TILES),
-        reasons=explain_idle_server(dispatcher(), workers(), known),
-        asked=asked,
+        server=overview,
+        slots=slots[:_MAX_TILES],
+        more=max(0, len(slots) - _MAX_TILES),
+        reasons=explain_idle_server(dispatcher(), workers(), registered),
+        check_result=check_result,
     )
 
 

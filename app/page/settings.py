@@ -1,4 +1,4 @@
-"""The page of this process's settings, without secrets."""
+"""The page with the settings of this process, without secrets."""
 
 import re
 from typing import Any
@@ -18,15 +18,15 @@ _HIDDEN = "set, not shown"
 
 @page_view("/page/settings", admin=True)
 def settings() -> Any:
-    chapters = [
+    sections = [
         (title.replace("`", ""), [_setting_row(kind(), kind, name) for name in kind.model_fields])
         for title, kind in SETTINGS.items()
     ]
-    return render_page("settings.html", chapters=chapters, ledger=ledger_api.get_ledger())
+    return render_page("settings.html", sections=sections, ledger=ledger_api.get_ledger())
 
 
-def _setting_row(now: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
-    value, prefix = getattr(now, name), str(kind.model_config.get("env_prefix", ""))
+def _setting_row(settings: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:
+    value, prefix = getattr(settings, name), str(kind.model_config.get("env_prefix", ""))
     field = kind.model_fields[name]
     shown = display_setting(name, value) if field.repr or "://" in str(value) or not value else _HIDDEN
     return {"name": f"{prefix}{name}".upper(), "value": shown, "is_default": value == field.default}
@@ -42,14 +42,15 @@ def display_setting(name: str, value: Any) -> str:
 
 
 def _without_password(url: str) -> str:
-    """Several URLs may stand there, with commas or semicolons between them."""
+    """Mask the passwords of one or more URLs, which commas, semicolons or spaces separate."""
     return re.sub(r"[^,;\s]+", lambda match: _mask_one_url(match[0]) if "://" in match[0] else match[0], url)
 
 
 def _mask_one_url(url: str) -> str:
+    """Mask the password and the values of the query; hide a URL that cannot be parsed."""
     try:
-        made = make_url(url)
+        parsed = make_url(url)
     except (ArgumentError, ValueError):
         return f"{url.partition('://')[0]}://{_HIDDEN}"
-    made = made.set(query=dict.fromkeys(made.query, "***"))
-    return made.render_as_string(hide_password=True)
+    parsed = parsed.set(query=dict.fromkeys(parsed.query, "***"))
+    return parsed.render_as_string(hide_password=True)

@@ -1,4 +1,4 @@
-"""The page of tenants: keys, limits and states."""
+"""The page of tenants: their keys, limits and states."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def tenants() -> Any:
     return render_page(
         "tenants.html",
         tenants=tenants_api.list_tenants()["tenants"],
-        limits=[model for model in sorted(models, key=lambda model: model.name) if _is_limited(model.config)],
+        limited_models=[model for model in sorted(models, key=lambda model: model.name) if _is_limited(model.config)],
     )
 
 

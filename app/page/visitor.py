@@ -1,4 +1,4 @@
-"""Who looks at the page, what they may see, and what their form says."""
+"""The client of the page: its rights, its theme, and the form that it sent."""
 
 from flask import g, request
 from werkzeug.datastructures import MultiDict
@@ -17,7 +17,7 @@ def keys_required() -> bool:
 
 
 def is_logged_in() -> bool:
-    """Whether it is known who asks."""
+    """Return whether the request has a tenant."""
     return getattr(g, "flask_httpauth_user", None) is not None
 
 
@@ -26,21 +26,21 @@ def may_audit() -> bool:
 
 
 def theme() -> str:
-    """The colours that were chosen in this browser."""
+    """Return the theme that was chosen in this browser."""
     chosen = request.cookies.get(THEME_COOKIE, "")
     return chosen if chosen in THEMES else "auto"
 
 
 def form_token() -> str:
-    """What a form of this visit brings along."""
-    return session_cookie.form_token(g.visit, next(session_keys()))
+    """Return the token that each form of this session sends."""
+    return session_cookie.form_token(g.session, next(session_keys()))
 
 
 def form() -> MultiDict[str, str]:
-    """What the form of this request says."""
+    """Return the fields of the submitted form."""
     return request.form
 
 
 def state_body() -> StateBody:
-    """What a form with a state and a reason says.  Raises ValidationError."""
+    """Return the state and the reason of the submitted form.  Raises ValidationError."""
     return StateBody.model_validate({"state": form().get("state"), "reason": form().get("reason") or None})

@@ -1,4 +1,4 @@
-"""The pages of webhooks: state, latest tries and given-up messages."""
+"""The pages of webhooks: states, latest deliveries and given-up messages."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ _LATEST = 50
 
 @page_view("/page/webhooks")
 def webhooks() -> Any:
-    found = webhooks_api.list_webhooks(WebhookQuery(limit=100, cursor=request.args.get("cursor") or None))
+    listed = webhooks_api.list_webhooks(WebhookQuery(limit=100, cursor=request.args.get("cursor") or None))
     given_up = webhooks_api.list_given_up(GivenUpQuery(limit=_LATEST))
     callbacks = webhooks_api.list_given_up_callbacks(CallbacksQuery(limit=_LATEST))
     return render_page(
         "webhooks.html",
-        webhooks=found["webhooks"],
-        next=found["next_cursor"],
+        webhooks=listed["webhooks"],
+        next=listed["next_cursor"],
         given_up=given_up["messages"],
         callbacks=callbacks["callbacks"],
     )
@@ -48,7 +48,7 @@ def webhook(webhook: str) -> Any:
     return render_page(
         "webhook.html",
         webhook=webhooks_api.get_webhook(path),
-        tries=webhooks_api.list_deliveries(path, DeliveriesQuery(limit=_LATEST))["deliveries"],
+        deliveries=webhooks_api.list_deliveries(path, DeliveriesQuery(limit=_LATEST))["deliveries"],
         given_up=webhooks_api.list_given_up(GivenUpQuery(webhook=webhook, limit=_LATEST))["messages"],
     )
 
@@ -79,7 +79,7 @@ def replay_webhook(webhook: str) -> Any:
 
 
 def _replay_choice() -> dict[str, Any]:
-    """One message, or all that was given up."""
+    """Return the body of a replay: one message, or all given-up messages."""
     message = form().get("message")
     return {"message": message} if message else {"given_up": True}
 

@@ -1,4 +1,4 @@
-"""Everything on one machine, in the foreground: the processes of the Procfile, an embedded Valkey, demo servers.
+"""`slotkeeper up`: runs the processes of the Procfile, an embedded Valkey and demo servers in the foreground.
 
-It loads no Flask, Celery, SQLAlchemy or redis, since it stays in memory for as long as the installation runs.
+It imports no Flask, Celery, SQLAlchemy or redis, to save memory: it runs as long as the installation.
 """

@@ -1,4 +1,4 @@
-"""The demonstration of `slotkeeper up`: three pretending servers, and jobs that show what the queue does."""
+"""The demonstration of `slotkeeper up`: three simulated servers, and jobs that show the work of the queue."""
 
 import os
 import threading
@@ -16,18 +16,18 @@ from slotkeeper.client import Client, is_final
 
 Job = dict[str, Any]
 
-_PATIENCE_S = 120.0  # for the next job to end
-_LOOK_EVERY_S = 0.1
-_LOOKS_AT_ONCE = 50
+_NEXT_END_TIMEOUT_S = 120.0  # how long to wait for the next job to end
+_POLL_INTERVAL_S = 0.1
+_POLLS_AT_ONCE = 50
 _TENANT = "demo"
-_DECLARED = {"pool": "demo", "memory": 24}  # so that there is something to ask for
-# Real ones are polled each 2 to 3 s; these runs take no longer than that.
-_POLLED = {
+_ATTRIBUTES = {"pool": "demo", "memory": 24}  # for constraints of jobs
+# Real servers are polled every 2 to 3 s; a run of a demo server ends within that time.
+_POLLING = {
     "flux": {"poll_interval": 0.5, "max_poll_time": 1200},
     "trellis": {"poll_interval": 0.5, "max_poll_time": 600},
 }
 _PAYLOAD = '{"prompt": "a sunset"}'
-_SCENES = (
+_PROMPTS = (
     "a lighthouse in a storm",
     "a cat asleep on a warm GPU",
     "a sunset over a data centre",
@@ -37,12 +37,12 @@ _SCENES = (
 
 
 def mixed_jobs(count: int, models: Collection[str] = ("zimg", "flux", "trellis")) -> list[Job]:
-    """Jobs for these models with several priorities; one of them fails at its first attempt."""
+    """Return jobs for these models with several priorities; one of them fails at its first attempt."""
     jobs = []
     turns = [model for model in ("zimg", "flux", "zimg", "trellis", "zimg") if model in models]
     for n in range(count):
         model = turns[n % len(turns)]
-        payload: Job = {"prompt": _SCENES[n % len(_SCENES)]}
+        payload: Job = {"prompt": _PROMPTS[n % len(_PROMPTS)]}
         if n == min(2, count - 1):
             payload |= {"fail": "error", "fail_attempts": 1}
         jobs.append({"model": model, "payload": payload, "priority": (5, 5, 1, 9)[n % 4]})
@@ -51,10 +51,10 @@ def mixed_jobs(count: int, models: Collection[str] = ("zimg", "flux", "trellis")
 
 @contextmanager
 def demo_key(settings: AppSettings) -> Iterator[str | None]:
-    """A key to use while the demonstration lasts, if the API asks for one."""
-    given = os.environ.get("SLOTKEEPER_KEY")
-    if given or not settings.require_keys:
-        yield given
+    """Yield a key for the demonstration; None: the API requires none.  The key is removed afterwards."""
+    key = os.environ.get("SLOTKEEPER_KEY")
+    if key or not settings.require_keys:
+        yield key
         return
     from slotkeeper.clock import now_ms
     from slotkeeper.errors import NotFound
@@ -63,51 +63,51 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
 
     tenants = Tenants(database())
 
-    def forget() -> None:
+    def remove_tenant() -> None:
         with suppress(NotFound):
             tenants.remove(_TENANT)
 
-    forget()
+    remove_tenant()
     try:
         yield tenants.add(Tenant(_TENANT, admin=True), now_ms())
     finally:
-        forget()
+        remove_tenant()
 
 
 def register(client: Client, servers: Sequence[DemoServer]) -> set[str]:
     """Register the demo servers, and return their models.  Raises ClientError.
 
-    A model of the same name that has other servers is left alone: its jobs must not be run by a demo server.  Only a
-    model that is new is configured.
+    A model of the same name that has other servers is skipped: a demo server must not run its jobs.  Only new models
+    are configured.
     """
-    known = {model["model"]: model for model in client.get("/admin/models")["models"]}
+    models = {model["model"]: model for model in client.get("/admin/models")["models"]}
     own_names = {server.name for server in servers}
     registered = set()
     for server in servers:
-        model = known.get(server.model)
+        model = models.get(server.model)
         if model is not None and not own_names.issuperset(model["servers"]):
             continue
-        if model is None and server.model in _POLLED:
-            config = {"model_type": "async", **_POLLED[server.model]}
+        if model is None and server.model in _POLLING:
+            config = {"model_type": "async", **_POLLING[server.model]}
             client.request("PUT", f"/admin/model-configs/{server.model}", body=config)
         body = {"model": server.model, "server": server.name, "endpoint": server.url + server.endpoint}
-        client.post("/admin/register", {**body, "slots": server.slots, "attributes": _DECLARED})
+        client.post("/admin/register", {**body, "slots": server.slots, "attributes": _ATTRIBUTES})
         registered.add(server.model)
     return registered
 
 
 def run_first_job(client: Client, command: str, say: Callable[[str], None], stop: threading.Event) -> int:
-    """One job from submit to result, and how to repeat it; 0: it has completed.  Raises ClientError.
+    """Run one job, print its result and how to repeat it, and return the exit status; 0: it completed.
 
-    `command`: our program, as it is called from a second terminal.
+    command: how `slotkeeper` is called from a second terminal.  Raises ClientError.
     """
-    body: Job = {"model": "zimg", "payload": {"prompt": _SCENES[0]}}
+    body: Job = {"model": "zimg", "payload": {"prompt": _PROMPTS[0]}}
     submitted = client.submit(**body, patience_s=30)
-    job = next(_follow(client, [submitted["job_id"]], stop), None)
+    job = next(_ended_jobs(client, [submitted["job_id"]], stop), None)
     if stop.is_set():
         return 1
     if job is None:
-        say(f"First job {submitted['job_id']} has not ended within {_PATIENCE_S:.0f} s; look into the logs.")
+        say(f"First job {submitted['job_id']} has not ended within {_NEXT_END_TIMEOUT_S:.0f} s; look into the logs.")
         return 1
     say(f"First job {job['job_id']}: {job['status']} on {job['slot'] or 'no slot'}")
     if job["status"] != "completed":
@@ -120,57 +120,57 @@ def run_first_job(client: Client, command: str, say: Callable[[str], None], stop
 
 
 def run_jobs(client: Client, count: int, models: Collection[str], stop: threading.Event) -> int:
-    """Submit mixed jobs, show how they come along, print what became of them; 0: all have completed.
+    """Submit mixed jobs, show their progress, print a table, and return the exit status; 0: all jobs completed.
 
     Raises ClientError.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    screen = console()
+    terminal = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     ended = []
-    with Progress(*columns, console=screen) as progress:
+    with Progress(*columns, console=terminal) as progress:
         ids = [
             client.submit(**body, patience_s=60)["job_id"]
             for body in progress.track(mixed_jobs(count, models), description="submitted")
         ]
-        for job in progress.track(_follow(client, ids, stop), total=count, description="ended    "):
+        for job in progress.track(_ended_jobs(client, ids, stop), total=count, description="ended    "):
             ended.append(job)
     if stop.is_set():
         return 1
-    screen.print(_table(ended))
-    unwell = [job for job in ended if job["status"] != "completed"]
-    for job in unwell:
-        screen.print(f"{job['job_id']}: {_error_of(job) or job['status']}")
-    failed = len(unwell) + count - len(ended)
-    screen.print(f"{count} jobs, {f'{failed} of them did not end well' if failed else 'all ended well'}.")
+    terminal.print(_table(ended))
+    not_completed = [job for job in ended if job["status"] != "completed"]
+    for job in not_completed:
+        terminal.print(f"{job['job_id']}: {_error_of(job) or job['status']}")
+    failed = len(not_completed) + count - len(ended)
+    terminal.print(f"{count} jobs, {f'{failed} of them did not end well' if failed else 'all ended well'}.")
     return 1 if failed else 0
 
 
-def _follow(client: Client, ids: Sequence[str], stop: threading.Event) -> Iterator[Job]:
-    """The jobs, each as it ends; ends early when none has for a long time, or when we shall stop."""
-    left = deque(ids)
-    until = time.monotonic() + _PATIENCE_S
-    while left and time.monotonic() < until:
-        for _ in range(min(len(left), _LOOKS_AT_ONCE)):
-            job = client.get(f"/queue/jobs/{left[0]}")
+def _ended_jobs(client: Client, ids: Sequence[str], stop: threading.Event) -> Iterator[Job]:
+    """Yield each job when it has ended.  Stops early after a timeout without an ended job, or when `stop` is set."""
+    pending = deque(ids)
+    deadline = time.monotonic() + _NEXT_END_TIMEOUT_S
+    while pending and time.monotonic() < deadline:
+        for _ in range(min(len(pending), _POLLS_AT_ONCE)):
+            job = client.get(f"/queue/jobs/{pending[0]}")
             if is_final(job):
-                left.popleft()
-                until = time.monotonic() + _PATIENCE_S
+                pending.popleft()
+                deadline = time.monotonic() + _NEXT_END_TIMEOUT_S
                 yield job
             else:
-                left.rotate(-1)
-        if left and stop.wait(_LOOK_EVERY_S):
+                pending.rotate(-1)
+        if pending and stop.wait(_POLL_INTERVAL_S):
             return
 
 
 def _table(jobs: Sequence[Job]) -> Any:
-    """In the order in which they started."""
+    """Return a table of the jobs in the order in which they started."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     titles = ("order", "job", "model", "priority", "status", "attempts", "slot", "waited", "ran")
-    table = Table(*titles, box=SIMPLE_HEAD, padding=0)  # 80 columns hold it
+    table = Table(*titles, box=SIMPLE_HEAD, padding=0)  # It fits 80 columns.
     for column in (0, 3, 5, 7, 8):
         table.columns[column].justify = "right"
     by_start = sorted(jobs, key=lambda job: job.get("started_at") or "~")

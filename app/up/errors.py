@@ -1,11 +1,11 @@
-"""What can keep everything from starting."""
+"""Exceptions of `slotkeeper up`."""
 
 import click
 
 
 class UpError(click.ClickException):
-    """It cannot be started; the text is one line that says why and what to do."""
+    """The installation cannot be started.  The message is one line with the reason and the remedy."""
 
 
 class Stopped(BaseException):
-    """Ctrl-C or a signal asks to stop: as KeyboardInterrupt, nothing that deals with errors is to take it for one."""
+    """Ctrl-C or a signal requests a stop.  A BaseException, as KeyboardInterrupt: error handlers must not catch it."""

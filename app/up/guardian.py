@@ -1,11 +1,11 @@
-"""If this process is killed without a chance to end its children, a small shell beside it does that."""
+"""A shell process that ends the children of this process if this process is killed."""
 
 import subprocess
 from contextlib import suppress
 from types import TracebackType
 from typing import IO, Self
 
-# Its standard input ends when we do, in whatever way.  It has nothing to do when all groups were dropped before.
+# Its standard input ends when this process ends for any reason.  It kills the groups that were not dropped before.
 _WATCH = """
 trap '' HUP INT TERM
 groups=
@@ -23,7 +23,7 @@ each KILL
 
 
 class Guardian:
-    """While entered: knows the process groups that must not outlive us."""
+    """While entered, guards process groups that must end with this process."""
 
     def __enter__(self) -> Self:
         self._shell = subprocess.Popen(
@@ -46,9 +46,11 @@ class Guardian:
         self._shell.wait()
 
     def add(self, group: int) -> None:
+        """Guard a process group."""
         self._send_line(f"add {group}")
 
     def drop(self, group: int) -> None:
+        """Stop to guard a process group, which has ended."""
         self._send_line(f"drop {group}")
 
     @property
@@ -61,5 +63,5 @@ class Guardian:
         return self._shell.stdin
 
     def _send_line(self, line: str) -> None:
-        with suppress(OSError):  # It was killed: then there is nobody to help us, and nothing else is wrong.
+        with suppress(OSError):  # The shell was killed.  The installation runs without a guardian.
             self._stdin.write(f"{line}\n")

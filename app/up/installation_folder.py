@@ -24,9 +24,9 @@ _LEAST_FREE_MB = 32
 
 
 class InstallationFolder:
-    """While entered, nobody else runs on it.  Raises UpError: it cannot be used, or somebody does.
+    """While entered, holds the lock of the state folder.  Raises UpError: it cannot be used, or is locked.
 
-    The lock belongs to the process, so it ends with it in whatever way; the file only tells whose it is.
+    The lock is released when this process ends for any reason.  The file only has the id of the process, for messages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,9 +60,9 @@ class InstallationFolder:
         make_private_folder(self.path)
         for folder in (self.logs, self.path / "valkey"):
             folder.mkdir(exist_ok=True)
-        for within, folders, files in os.walk(self.path):
-            for name in folders + files:  # Some may be of a release that did not mind.
-                restrict_to_owner(Path(within, name))
+        for parent, folders, files in os.walk(self.path):
+            for name in folders + files:  # Earlier releases created files that other users could read.
+                restrict_to_owner(Path(parent, name))
         free_mb = shutil.disk_usage(self.path).free >> 20
         if free_mb < _LEAST_FREE_MB:
             raise UpError(
@@ -86,21 +86,21 @@ class InstallationFolder:
 
 
 def flower_password(home: Path) -> str:
-    """Flower's password, kept in `home`; made by the first who asks."""
+    """Return Flower's password, which is stored in `home`; the first call creates it."""
     return read_or_create(home / "flower-password", lambda: secrets.token_urlsafe(18))
 
 
 def redis_password(home: Path) -> str:
-    """The embedded Valkey's, kept in `home`, where all processes of this machine look for it (routing.config)."""
+    """Return the embedded Valkey's password, which all processes of this machine read in `home` (routing.config)."""
     return read_or_create(home / VALKEY_PASSWORD_FILE, lambda: secrets.token_urlsafe(32))
 
 
 def write_addresses(home: Path, url: str, redis_port: int | None) -> None:
-    """Write down where the API and the embedded Valkey listen, for commands that know the folder alone.
+    """Store the addresses of the API and the embedded Valkey, for commands that know only the state folder.
 
     Raises OSError.
     """
-    notes = {URL_FILE: url} | ({} if redis_port is None else {VALKEY_PORT_FILE: str(redis_port)})
-    for name, text in notes.items():
+    files = {URL_FILE: url} | ({} if redis_port is None else {VALKEY_PORT_FILE: str(redis_port)})
+    for name, text in files.items():
         make_private_file(home / name)
         (home / name).write_text(f"{text}\n")

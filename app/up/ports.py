@@ -1,4 +1,4 @@
-"""Ports: whether they can be had, before anything is started."""
+"""Checks before the start whether ports are free."""
 
 import errno
 import random
@@ -8,51 +8,53 @@ from dataclasses import dataclass
 
 from app.up.errors import UpError
 
-_QUIET = range(10_240, 32_768)  # below those from which systems choose for outgoing connections
-_HERE = "127.0.0.1"
+_RANGE = range(10_240, 32_768)  # below the ephemeral ports of outgoing connections
+_LOOPBACK = "127.0.0.1"
 _given = set[int]()
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port that is needed, what for, and the variable that sets it."""
+    """A port that is needed, the role that needs it, and the variable that sets it."""
 
     number: int
     role: str
     variable: str
-    host: str = _HERE
+    host: str = _LOOPBACK
 
 
 def check_ports(ports: Iterable[Port]) -> None:
-    """Raises UpError for the first port that cannot be had, or that two of them want."""
-    wanted: dict[int, Port] = {}
+    """Check that all ports are free and different.  Raises UpError for the first that is not."""
+    by_number: dict[int, Port] = {}
     for port in ports:
-        if other := wanted.get(port.number):
+        if other := by_number.get(port.number):
             raise UpError(
                 f"Port {port.number} is wanted for {other.role} and for {port.role}: "
                 f"set {other.variable} or {port.variable} to another one."
             )
-        wanted[port.number] = port
+        by_number[port.number] = port
         if reason := _why_not_free(port.host, port.number):
             raise UpError(reason.format(port=port))
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody has, for a listener that may come a while later.
+    """Return a free port of the loopback address, for a process that starts to listen later.
 
-    No outgoing connection is given it, and this process not again.  Raises UpError when there is none.
+    No outgoing connection gets the port meanwhile, and this function returns it only once.
+
+    Raises UpError: no port is free.
     """
-    draw = random.SystemRandom()
-    for _ in _QUIET:
-        number = draw.choice(_QUIET)
-        if number not in _given and _why_not_free(_HERE, number) is None:
+    generator = random.SystemRandom()
+    for _ in _RANGE:
+        number = generator.choice(_RANGE)
+        if number not in _given and _why_not_free(_LOOPBACK, number) is None:
             _given.add(number)
             return number
-    raise UpError(f"No port from {_QUIET.start} to {_QUIET.stop - 1} is free on {_HERE}.")
+    raise UpError(f"No port from {_RANGE.start} to {_RANGE.stop - 1} is free on {_LOOPBACK}.")
 
 
 def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens on this port."""
     try:
         with socket.create_connection((host, port), timeout_s):
             return True
@@ -61,11 +63,11 @@ def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:
 
 
 def _why_not_free(host: str, number: int) -> str | None:
-    """Why nobody could listen there; None: somebody could."""
+    """Return why no process can listen on this port, as a format with `port`; None: the port is free."""
     try:
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the servers do: not in TIME_WAIT.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the servers do: TIME_WAIT is no obstacle.
             probe.bind(address)
             probe.listen(1)
     except socket.gaierror:

@@ -1,4 +1,4 @@
-"""Which processes run, and where: combines and checks the settings."""
+"""The processes of `slotkeeper up` and their ports, from the settings, which are checked here."""
 
 import os
 import shlex
@@ -16,12 +16,12 @@ from routing.config import RoutingSettings
 from slotkeeper.config import StorageSettings
 from tasks.config import TaskSettings
 
-_ENDS_AFTER_GRACE_S = 4.0
+_STOP_AFTER_GRACE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoServer:
-    """A reference server that only pretends."""
+    """A reference server that only simulates inference."""
 
     name: str
     model: str
@@ -40,15 +40,15 @@ class DemoServer:
 
 @dataclass(frozen=True, slots=True)
 class UpPlan:
-    """Everything that is decided before anything is started."""
+    """The settings and ports, which are determined before the first process starts."""
 
     home: Path
     app: AppSettings
     database_url: str
     redis_url: str
-    """Of one's own; empty: one is started."""
+    """The Redis of the settings; empty: a Valkey is started."""
     broker_url: str
-    """Of one's own; empty: the Redis above."""
+    """The broker of the settings; empty: the same Redis or Valkey."""
     redis_port: int
     flower_port: int
     grace_s: float
@@ -64,12 +64,12 @@ class UpPlan:
         return f"http://127.0.0.1:{self.flower_port}"
 
     def command(self) -> str:
-        """Return how `slotkeeper` is called from a second terminal in the present folder."""
+        """Return how `slotkeeper` is called from a second terminal in the current folder."""
         program = Path(sys.executable).with_name("slotkeeper")
-        called = shlex.quote(short_path(program)) if program.exists() else "slotkeeper"
+        command = shlex.quote(short_path(program)) if program.exists() else "slotkeeper"
         if self.home == StorageSettings.model_fields["home"].default.absolute():
-            return called
-        return f"SLOTKEEPER_HOME={shlex.quote(short_path(self.home))} {called}"
+            return command
+        return f"SLOTKEEPER_HOME={shlex.quote(short_path(self.home))} {command}"
 
     def ports(self) -> list[Port]:
         ports = [Port(self.app.port, "the API", "SLOTKEEPER_PORT", self.app.host)]
@@ -79,8 +79,8 @@ class UpPlan:
         return ports + [Port(server.port, server.name, "SLOTKEEPER_DEMO_PORT") for server in self.demo]
 
     def environment(self) -> dict[str, str]:
-        """What all children get, so that they agree wherever they run."""
-        given = {
+        """Return the environment of all children, so that they have the same settings in any folder."""
+        variables = {
             "SLOTKEEPER_HOME": str(self.home),
             "SLOTKEEPER_HOST": self.app.host,
             "SLOTKEEPER_PORT": str(self.app.port),
@@ -92,11 +92,11 @@ class UpPlan:
             "SLOTKEEPER_TLS_CERTIFICATE": _absolute(self.app.tls_certificate),
             "SLOTKEEPER_TLS_KEY": _absolute(self.app.tls_key),
             "PYTHONUNBUFFERED": "1",
-            "PYTHONNODEBUGRANGES": "1",  # Traces name lines, not columns: 1 MiB in each of them.
-            # The programs of this environment, whether or not it is activated.
+            "PYTHONNODEBUGRANGES": "1",  # Tracebacks without columns save 1 MiB of memory in each process.
+            # The programs of this virtual environment are found, even if it is not activated.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
-        return {**os.environ, **given}
+        return {**os.environ, **variables}
 
     def migration(self) -> Role | None:
         """Return the process that migrates the database, or None if the schema is current."""
@@ -105,15 +105,15 @@ class UpPlan:
         return Role("migrate", f'"{sys.executable}" -m app.cli migrate', exits=True)
 
     def roles(self) -> list[Role]:
-        """What the Procfile lists, in its order, and the demo servers; Valkey is started before them.
+        """Return the roles of the Procfile in its order, and the demo servers; Valkey is started before them.
 
-        Beat is a thread of maintenance here, and the relay one of webhooks: there is one of each, and a process costs
-        memory.
+        Beat runs as a thread of maintenance, and the relay as a thread of webhooks, which saves the memory of two
+        processes.
         """
-        stops = {  # turn, seconds
+        stops = {  # stop_order, stop_timeout_s
             "web": (0, 4.0),
-            "worker": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
-            "maintenance": (1, self.grace_s + _ENDS_AFTER_GRACE_S),
+            "worker": (1, self.grace_s + _STOP_AFTER_GRACE_S),
+            "maintenance": (1, self.grace_s + _STOP_AFTER_GRACE_S),
             "webhooks": (1, 7.0),
             "flower": (2, 2.0),
         }
@@ -122,9 +122,9 @@ class UpPlan:
         commands["maintenance"] += " --embedded-beat"
         commands["webhooks"] += " --embedded-relay"
         for name, command in commands.items():
-            turn, stop_s = stops.get(name, (1, 5.0))
+            stop_order, stop_timeout_s = stops.get(name, (1, 5.0))
             port = self.flower_port if name == "flower" else None
-            roles.append(Role(name, command, port, stop_timeout_s=stop_s, stop_order=turn))
+            roles.append(Role(name, command, port, stop_timeout_s=stop_timeout_s, stop_order=stop_order))
         python = f'"{sys.executable}" -m slotkeeper.serve'
         for server in self.demo:
             command = f"{python} {server.options} --slots {server.slots} --port {server.port} --grace 1"
@@ -133,7 +133,7 @@ class UpPlan:
 
 
 def read_plan(demo: bool) -> UpPlan:
-    """Raises InvalidSetting, UpError."""
+    """Return the plan from the settings.  Raises InvalidSetting, UpError."""
     app, storage, routing, tasks, up = AppSettings(), StorageSettings(), RoutingSettings(), TaskSettings(), UpSettings()
     app.check_exposure()
     app.check_tls()
@@ -151,14 +151,14 @@ def read_plan(demo: bool) -> UpPlan:
 
 
 def short_path(path: Path) -> str:
-    """Return the path as it is seen from the present folder, where that is shorter."""
+    """Return the path relative to the current folder, if it is in it; otherwise the whole path."""
     with suppress(ValueError):
         return str(path.relative_to(os.getcwd()))
     return str(path)
 
 
 def read_procfile() -> Mapping[str, str]:
-    """The roles and their commands."""
+    """Return the commands of the Procfile by the names of the roles."""
     from honcho.environ import parse_procfile
 
     return dict(parse_procfile(Path(__file__).with_name("Procfile").read_text()).processes)
@@ -174,12 +174,12 @@ def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:
 
 
 def _absolute(path: str) -> str:
-    """Return the path for children, which run in another folder; "": none."""
+    """Return the absolute path, since children run in another folder; "": there is none."""
     return path and os.path.abspath(path)
 
 
 def _make_path_absolute(url: str) -> str:
-    """The same URL for children that run in another folder.  They parse the rest of it."""
-    start, _, place = url.partition(":///")
-    path, mark, query = place.partition("?")
-    return f"{start}:///{os.path.abspath(path)}{mark}{query}" if url.startswith("sqlite") and path else url
+    """Return an SQLite URL with an absolute path, since children run in another folder."""
+    scheme, _, rest = url.partition(":///")
+    path, mark, query = rest.partition("?")
+    return f"{scheme}:///{os.path.abspath(path)}{mark}{query}" if url.startswith("sqlite") and path else url

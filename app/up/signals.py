@@ -1,4 +1,4 @@
-"""Signals as bytes on a socket: none is lost, and none interrupts anything half-way."""
+"""Signals as bytes on a socket: no signal is lost, and no signal interrupts other code."""
 
 import signal
 import socket
@@ -12,38 +12,38 @@ _HANDLED = (*STOPPING, signal.SIGCHLD)
 class Signals:
     """While entered: each SIGINT, SIGTERM, SIGHUP and SIGCHLD of this process can be read here.
 
-    The system may hand a signal to any thread, and a handler in Python runs only once the main thread wakes up,
-    so a wait that began a moment before would sleep through it.  The byte is written at once, by the interpreter
-    itself, and wakes the select that waits for it.
+    The system may deliver a signal to any thread, and a Python handler runs only when the main thread wakes up.  So a
+    wait that has just begun would miss the signal.  The interpreter writes the byte at once, and that wakes the select
+    of the main thread.
     """
 
     def __enter__(self) -> Self:
-        self._read, self._written = socket.socketpair()
-        self._read.setblocking(False)
-        self._written.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        # Started by nohup, it shall survive its terminal.  SIGINT is heard even where a script has started us with &
-        # and so had it ignored: whoever sends it means us.
+        self._read_end, self._write_end = socket.socketpair()
+        self._read_end.setblocking(False)
+        self._write_end.setblocking(False)
+        self._former_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        # With nohup the process must outlive its terminal.  A shell that starts it with & ignores SIGINT for it; it is
+        # handled nevertheless, since a SIGINT is then sent to this process on purpose.
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = [number for number in _HANDLED if not (nohup and number == signal.SIGHUP)]
-        self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
+        handled = [number for number in _HANDLED if not (nohup and number == signal.SIGHUP)]
+        self._former_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd_before)
-        self._read.close()
-        self._written.close()
+        signal.set_wakeup_fd(self._former_fd)
+        self._read_end.close()
+        self._write_end.close()
 
     def fileno(self) -> int:
-        return self._read.fileno()
+        return self._read_end.fileno()
 
     def read(self) -> set[int]:
-        """The signals that have come since the last look."""
+        """Return the signals that have arrived since the last call."""
         try:
-            return set(self._read.recv(4096))
+            return set(self._read_end.recv(4096))
         except BlockingIOError:
             return set()

@@ -1,7 +1,7 @@
 """Keeps processes running, and stops them in order.
 
-It has the main thread for itself: one loop that waits for signals, sees which children have ended, and starts
-them again.  Whatever takes time beside it runs in a thread, by `aside`.
+One loop in the main thread waits for signals, polls the children, and restarts those that have ended.  Slow functions
+run in another thread, by `run_beside`.
 """
 
 import selectors
@@ -22,16 +22,16 @@ from app.up.signals import STOPPING, Signals
 
 T = TypeVar("T")
 
-_TURN_S = 0.02
+_TICK_S = 0.02
 _LOGS_EVERY_S = 5.0
-_MOMENT_S = 0.5
+_CLEANUP_S = 0.5  # for the thread of run_beside after a stop
 _RESTARTS_A_MINUTE = 5
 _LONGEST_BACKOFF_S = 8.0
-_HASTE_AFTER_S = 1.0  # A signal that comes twice at once, as some parents send it, is one.
+_HASTE_AFTER_S = 1.0  # Some parents send a signal twice at once; that is one request to stop.
 
 
 def restart_delay_s(restarts: Sequence[float], now_s: float) -> float:
-    """How long to wait before the next restart, after these: 0.5 s, doubled each time, and at most five a minute."""
+    """Return the delay of the next restart, given the former ones: 0.5 s, doubled each time, at most five a minute."""
     recent = [at for at in restarts if now_s - at < 60]
     backoff = min(0.5 * 2 ** len(recent), _LONGEST_BACKOFF_S)
     if len(recent) < _RESTARTS_A_MINUTE:
@@ -40,6 +40,7 @@ def restart_delay_s(restarts: Sequence[float], now_s: float) -> float:
 
 
 def how_it_ended(status: int) -> str:
+    """Return the exit status as text."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -49,7 +50,7 @@ def how_it_ended(status: int) -> str:
 
 
 class Supervisor:
-    """Starts roles, each at most once, and looks after them.  Use it from the thread that entered `signals`."""
+    """Runs at most one process for each role.  Use it only from the thread that entered `signals`."""
 
     def __init__(
         self,
@@ -67,18 +68,19 @@ class Supervisor:
         self._selector.register(signals, selectors.EVENT_READ)
         self._children: dict[str, ManagedProcess] = {}
         self._restarts: dict[str, deque[float]] = {}
-        self._due: dict[str, float] = {}  # when to start what has ended
+        self._due: dict[str, float] = {}  # when to restart a role, monotonic
         self._logs_due = 0.0
         self._stopping = False
         self.restarts = False
-        """False: a child that ends is an error.  True: it is started again."""
+        """False: a child that ends is an error.  True: it is restarted."""
 
     @property
     def running(self) -> list[str]:
+        """The names of the roles that run."""
         return [name for name, child in self._children.items() if child.pid is not None]
 
     def start(self, role: Role) -> None:
-        """Raises UpError when it cannot even be started."""
+        """Start a role.  Raises UpError if its process cannot be created."""
         child = ManagedProcess(role, self._environment, self._folder, self._logs / f"{role.name}.log")
         child.trim_log()
         self._children[role.name] = child
@@ -89,27 +91,33 @@ class Supervisor:
             raise UpError(f"{role.name} cannot be started: {error.strerror}.") from error
 
     def pid(self, role: Role) -> int | None:
-        """None: it does not run."""
+        """Return the pid of a role; None: it does not run."""
         return self._children[role.name].pid
 
     def run_to_end(self, role: Role) -> None:
-        """Start what ends by itself, and look after all children until it has.  Raises UpError: not well; Stopped."""
+        """Start a role that ends by itself, and supervise all children until it ends.
+
+        Raises UpError: it failed; Stopped.
+        """
         self.start(role)
         while self._children[role.name].pid is not None:
-            self._run_once(_TURN_S)
+            self._run_once(_TICK_S)
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Look after the children until `condition` holds.  Raises UpError after `timeout_s`, Stopped."""
-        until = time.monotonic() + timeout_s
+        """Supervise the children until `condition` returns True.  Raises UpError after `timeout_s`; Stopped.
+
+        what: the beginning of the error message, such as "The API did not become ready".
+        """
+        deadline = time.monotonic() + timeout_s
         while not condition():
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UpError(f"{what} within {timeout_s:.0f} s: see the logs in {self._logs}.")
-            self._run_once(_TURN_S)
+            self._run_once(_TICK_S)
 
     def run_beside(self, function: Callable[[], T], on_stop: Callable[[], object] | None = None) -> T:
-        """Run `function` in a thread and look after the children meanwhile; its result, or what it raised.
+        """Run `function` in a thread, supervise the children meanwhile, and return its result or raise its exception.
 
-        Raises Stopped when we shall stop.  Then `on_stop` tells the thread so; it has a moment to leave things tidy.
+        Raises Stopped after a stop signal.  Before that it calls `on_stop`, and gives the thread 0.5 s to clean up.
         """
         future: Future[T] = Future()
 
@@ -119,52 +127,52 @@ class Supervisor:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="aside", daemon=True).start()
+        threading.Thread(target=run, name="beside", daemon=True).start()
         try:
             while not future.done():
-                self._run_once(_TURN_S)
+                self._run_once(_TICK_S)
         except Stopped:
             if on_stop is not None:
                 on_stop()
-                wait([future], _MOMENT_S)
+                wait([future], _CLEANUP_S)
             raise
         return future.result()
 
     def supervise(self) -> NoReturn:
-        """Look after the children until we shall stop.  Raises Stopped."""
+        """Supervise the children until a stop signal.  Raises Stopped."""
         while True:
             self._run_once(min([_LOGS_EVERY_S, *(at - time.monotonic() for at in self._due.values())]))
 
     def stop(self) -> list[str]:
-        """End all children, the lowest `Role.stop_order` first, and answer which of them had to be killed.
+        """End all children, the lowest `Role.stop_order` first, and return the names of those that were killed.
 
-        A second signal, a while after the first, asks for haste: everything but what keeps state is killed.
+        A second stop signal, more than a second after the first, kills all children but those with `Role.stops_last`.
         """
         began, self._stopping, killed = time.monotonic(), True, []
         self._due.clear()
         running = [child for child in self._children.values() if child.pid is not None]
         running.sort(key=lambda child: child.role.stop_order)
-        haste = False
-        for _, turn in groupby(running, key=lambda child: child.role.stop_order):
-            children = list(turn)
+        kill_now = False
+        for _, group in groupby(running, key=lambda child: child.role.stop_order):
+            children = list(group)
             for child in children:
                 child.terminate()
             since = time.monotonic()
-            while left := [child for child in children if child.pid is not None]:
-                if self._wait_for_stop_signal(_TURN_S) and time.monotonic() - began > _HASTE_AFTER_S:
-                    haste = True
+            while remaining := [child for child in children if child.pid is not None]:
+                if self._wait_for_stop_signal(_TICK_S) and time.monotonic() - began > _HASTE_AFTER_S:
+                    kill_now = True
                 self._poll_children()
                 now = time.monotonic()
-                for child in left:
+                for child in remaining:
                     late = now - since > child.role.stop_timeout_s
-                    if child.pid is not None and (late or (haste and not child.role.stops_last)):
+                    if child.pid is not None and (late or (kill_now and not child.role.stops_last)):
                         child.kill()
                         killed.append(child.role.name)
         self._selector.close()
         return sorted(set(killed))
 
     def _run_once(self, timeout_s: float) -> None:
-        """Wait for a signal, but not for long, and do what there is to do."""
+        """Wait for a signal for `timeout_s` at most, then restart ended children and rotate logs.  Raises Stopped."""
         if self._wait_for_stop_signal(timeout_s):
             raise Stopped
         self._poll_children()
@@ -172,7 +180,7 @@ class Supervisor:
         self._trim_logs()
 
     def _wait_for_stop_signal(self, timeout_s: float) -> bool:
-        """Whether we are asked to stop."""
+        """Wait for a signal, and return whether it requests a stop."""
         self._selector.select(max(timeout_s, 0))
         return bool(self._signals.read() & set(STOPPING))
 

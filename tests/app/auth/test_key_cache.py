@@ -46,5 +46,5 @@ def test_guesses_do_not_fill_the_memory_and_no_key_is_kept_in_it():
     keys = Keys(FakeTenants(), 5.0, Clock())
     for guess in range(_MOST_CACHED + 10):
         keys.tenant(f"sk_{guess}")
-    assert len(keys._known) <= _MOST_CACHED
-    assert not any("sk_" in name for name in keys._known)
+    assert len(keys._cache) <= _MOST_CACHED
+    assert not any("sk_" in name for name in keys._cache)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from app.cli import doctor_checks
 from app.cli.__main__ import main
-from app.cli.doctor_checks import Finding
+from app.cli.findings import Finding, worst_level
 from app.up.ports import free_port
 from routing.maintenance import task_runs
 from slotkeeper.clock import now_ms
@@ -66,7 +66,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     "levels, worst", [((), "ok"), (("ok", "ok"), "ok"), (("ok", "warn"), "warn"), (("fail", "warn"), "fail")]
 )
 def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
-    assert doctor_checks.worst_level([Finding("x", level, "") for level in levels]) == worst
+    assert worst_level([Finding("x", level, "") for level in levels]) == worst
 
 
 # -- what they find --------------------------------------------------------------------------------------------

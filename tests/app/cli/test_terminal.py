@@ -105,7 +105,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"/queue/jobs/j-1": JOB, "/queue/jobs/j-1/attempts": {"attempts": [ATTEMPT]}},
     ),
     "servers list": (["servers", "list"], {"/admin/servers": {"servers": [SERVER], "fleets": [FLEET]}}),
-    "servers show": (["servers", "show", "gpu1"], {"/admin/servers": {"servers": [SERVER], "fleets": [FLEET]}}),
+    "servers show": (["servers", "show", "gpu1"], {"/admin/servers/gpu1": SERVER}),
     "servers reset": (["servers", "reset", "gpu1"], {"/admin/servers/gpu1/reset": SERVER}),
     "servers pause": (["servers", "pause", "gpu1", "--reason", TEXT], {"/admin/servers/gpu1": SERVER}),
     "models list": (["models", "list"], {"/admin/models": {"models": [MODEL]}}),
@@ -185,7 +185,7 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from app.cli.server_commands import _picture
+    from app.cli.server_commands import _render_view
     from slotkeeper.client import Client
 
     for path, body in {
@@ -194,7 +194,7 @@ def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
         "/admin/ledger": LEDGER,
     }.items():
         api.expect_request(path).respond_with_handler(_answering(body))
-    _assert_harmless(_printed(_picture(Client(api.url_for("")))))
+    _assert_harmless(_printed(_render_view(Client(api.url_for("")))))
 
 
 def _printed(*values: Any) -> str:

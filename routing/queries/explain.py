@@ -28,7 +28,7 @@ from slotkeeper.jobs.values import Job
 from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.policies import longest_overtaking_s
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
-from slotkeeper.registry.tenants import LOCAL_TENANT
+from slotkeeper.registry.tenants import by_tenant
 from slotkeeper.registry.values import STOPPED_STATES, Server, TenantState
 
 NO_WORKER = "no worker reports that it is alive; start one (`slotkeeper up`, `python -m tasks`)"
@@ -441,10 +441,8 @@ def _stopped(kind: str, name: str, entry: Server | Model | TenantState | None) -
     """Return a sentence with the state of a server, model or tenant, the operator who set it, and the reason."""
     if entry is None:
         return f"{kind} {name!r} is paused"
-    # Without keys all requests are those of one tenant, whose name says nothing.
-    by = f" by tenant {entry.changed_by!r}" if entry.changed_by not in (None, "", LOCAL_TENANT.name) else ""
     reason = f" ({entry.reason})" if entry.reason else ""
-    return f"{kind} {name!r} is {entry.state}{by}{reason}"
+    return f"{kind} {name!r} is {entry.state}{by_tenant(entry.changed_by)}{reason}"
 
 
 def _jobs_before(ahead: int) -> str:

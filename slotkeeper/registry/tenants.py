@@ -49,6 +49,11 @@ class Tenant:
 LOCAL_TENANT = Tenant("default", admin=True)
 
 
+def by_tenant(name: str | None) -> str:
+    """Return " by tenant 'NAME'", for a sentence; "" without keys: then all requests are those of one tenant."""
+    return "" if name in (None, "", LOCAL_TENANT.name) else f" by tenant {name!r}"
+
+
 def check_tenant_name(name: str) -> str:
     """Return the name.  Raises InvalidRequest if it cannot be shown, or used in a URL."""
     if len(name) > MAX_NAME_LENGTH or not re.fullmatch(PRINTABLE_PATTERN, name):

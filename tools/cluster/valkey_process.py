@@ -80,6 +80,11 @@ class Valkey:
                 self.port = free_port()
         raise NoValkey(f"{self.binary} did not start: {(self.folder / 'log').read_text()[-1000:]}")
 
+    def start_loading(self, s_per_key: float) -> None:
+        """Start with the data of the last SAVE, and load it so slowly; until then each command is refused."""
+        slowly = {"key-load-delay": f"{s_per_key * 1e6:.0f}", "loading-process-events-interval-bytes": "1024"}
+        self._process = self._launch(slowly | {"appendonly": "no"})
+
     def stop(self) -> None:
         """End the server with SIGTERM; with `appendonly` no write is lost."""
         self._end("terminate")
@@ -101,8 +106,10 @@ class Valkey:
     ) -> None:
         self.kill()
 
-    def _launch(self) -> "subprocess.Popen[bytes]":
-        settings = self._settings | {"dir": str(self.folder), "port": str(self.port), "bind": "127.0.0.1"}
+    def _launch(self, changes: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+        settings = (
+            self._settings | (changes or {}) | {"dir": str(self.folder), "port": str(self.port), "bind": "127.0.0.1"}
+        )
         if self.socket_path is not None:
             self.socket_path.unlink(missing_ok=True)
             settings["unixsocket"] = str(self.socket_path)

@@ -69,3 +69,29 @@ def test_no_process_loses_its_connection(town: Town) -> None:
         ready(process)
         assert process.log.count("ready.") == 1, "it has connected once"
         assert "Traceback" not in process.log
+
+
+@pytest.mark.parametrize("town", ["classic", "quorum"], indirect=True)
+def test_a_memory_alarm_of_rabbitmq_stops_no_process_and_no_job(town: Town, rabbitmq: RabbitMQ) -> None:
+    (worker,) = town.crew(1)
+    model, gate = town.model(1), town.gate()
+    accepted = [town.submit(model, gate)]
+    town.sent(model)
+    accepted.append(town.submit(model, 0.01))
+
+    rabbitmq.run("set_vm_memory_high_watermark", "absolute", "1MB")
+    try:
+        eventually(lambda: "memory" in rabbitmq.run("eval", "rabbit_alarm:get_alarms()."), "the alarm")
+        accepted.append(town.submit(model, 0.01))
+        gate.open()
+        for job_id in accepted:
+            town.until(job_id, "completed", within_s=30)
+    finally:
+        rabbitmq.run("set_vm_memory_high_watermark", "0.4")
+    accepted.append(town.submit(model, 0.01))
+    town.until(accepted[-1], "completed", within_s=30)
+    jobs = [town.row(job_id) for job_id in accepted]
+    assert [(job.attempt, job.crashes, job.failures) for job in jobs] == [(1, 0, 0)] * len(jobs)
+    assert [run["job_id"] for run in town.runs(model)] == accepted, "each ran once, in order"
+    processes = [worker, *(town.stack.processes[name] for name in ("maintenance", "beat", "web"))]
+    assert [process.name for process in processes if process.popen.poll() is not None] == []

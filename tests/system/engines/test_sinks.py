@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from app.up.ports import free_port
 from slotkeeper.db import Database
@@ -155,6 +156,25 @@ def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
         relay = Relay("kafka", record, kafka.KafkaSink(servers, "slotkeeper.events", {}))
         _drained(relay)
         _assert_whole_and_in_order(_told(_consumed(servers, 1)), record, [job.id])
+
+
+def test_kafka_skips_an_event_that_it_refuses_as_too_large_and_takes_those_after_it(
+    record: Database, tmp_path: Path
+) -> None:
+    pytest.importorskip("confluent_kafka")
+    from tasks.relay.sinks import kafka
+
+    with _kafka(tmp_path) as (_, servers), capture_logs() as logs:
+        store = JobStore(record)
+        relay = Relay("kafka", record, kafka.KafkaSink(servers, "slotkeeper.events", {"message.max.bytes": "1000"}))
+        before = an_ended_job(store)
+        large = an_ended_job(store, model="m" * 1000)
+        after = an_ended_job(store)
+        _drained(relay)
+        _assert_whole_and_in_order(_told(_consumed(servers, 6)), record, [before.id, after.id])
+        relay._close()
+    refused = [line for line in logs if line["event"] == "event_too_large"]
+    assert len(refused) == len(store.list_events(large.id))
 
 
 # -- NATS --------------------------------------------------------------------------------------------------------

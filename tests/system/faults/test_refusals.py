@@ -115,6 +115,28 @@ def test_redis_answers_and_refuses_writes(town: Town, refuse: Callable[[Redis], 
     _play(town, refusal, "redis", names)
 
 
+def test_redis_loads_its_data_for_long_after_a_restart(town: Town) -> None:
+    """It answers each command with LOADING."""
+    valkey = town.stack.valkey
+    assert valkey is not None
+
+    @contextmanager
+    def refusal() -> Iterator[None]:
+        padding = {f"padding:{number}": "x" * 2_000 for number in range(1_000)}
+        with town.redis() as redis:
+            redis.mset(padding)
+            redis.save()
+        valkey.kill()
+        valkey.start_loading(s_per_key=0.1)
+        yield
+        valkey.kill()
+        valkey.start()
+        with town.redis() as redis:
+            redis.delete(*padding)
+
+    _play(town, refusal, "redis", "LOADING")
+
+
 # -- PostgreSQL ------------------------------------------------------------------------------------------------
 
 

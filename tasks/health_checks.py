@@ -31,7 +31,7 @@ from slotkeeper.registry.values import AdminState, Server
 from slotkeeper.urls import refuses_connections
 from tasks import threads
 from tasks.server_adapters import Misconfigured, adapter_for, health_adapter
-from tasks.servers import Call, HealthKind, HttpClient, ServerAdapter, ServerSession
+from tasks.servers import HealthKind, HttpClient, RunDetails, ServerAdapter, ServerSession
 from tasks.services import database, dispatcher
 
 T = TypeVar("T")
@@ -264,8 +264,8 @@ async def check_quarantined_run(row: QuarantinedSlot, http: HttpClient) -> None:
         adapter = await asyncio.to_thread(_adapter_of_run, row)
         if adapter is None or row.remote_id is None or adapter.description.mode not in ("async", "auto"):
             return
-        call = Call(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
-        outcome = await ServerSession(adapter, http).status(call, row.remote_id)
+        run = RunDetails(row.job_id, row.attempt, payload=None, deadline_s=_STATUS_DEADLINE_S)
+        outcome = await ServerSession(adapter, http).status(run, row.remote_id)
         await asyncio.to_thread(_apply_status, row, outcome)
     except (Misconfigured, SlotkeeperError) as error:
         log.warning("quarantined_run_not_checked", job_id=row.job_id, error=str(error))

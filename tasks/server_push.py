@@ -21,7 +21,7 @@ from tasks import retries
 from tasks.config import TaskSettings
 from tasks.security.keyring import callback_keys
 from tasks.server_adapters import Misconfigured, adapter_for, endpoint_of_run
-from tasks.servers import Call, ServerSession, call_server
+from tasks.servers import RunDetails, ServerSession, call_server
 from tasks.servers.pointers import MISSING, resolve
 from tasks.servers.responses import NOT_JSON, Response
 from tasks.services import dispatcher
@@ -81,11 +81,11 @@ def read_push(job: Job, body: bytes) -> Outcome | None:
         return None
     if not server.description.keeps_results and server.description.mode != "callback":
         return None  # The result can be read only once, and the worker that polls reads it.
-    call = _make_call(job, with_payload=server.description.asks_by_payload)
-    outcome = server.read_push(call, job.remote_id, push)
+    run = _run_details(job, with_payload=server.description.asks_by_payload)
+    outcome = server.read_push(run, job.remote_id, push)
     if outcome.kind is OutcomeKind.DONE and server.description.result is not None:
         outcome = call_server(
-            server, partial(ServerSession.fetch_result, call=call, remote_id=job.remote_id, outcome=outcome)
+            server, partial(ServerSession.fetch_result, run=run, remote_id=job.remote_id, outcome=outcome)
         )
     if outcome.is_faulty_json and server.description.mode == "callback":
         outcome = outcome._replace(kind=OutcomeKind.RETRY, server_still_running=True)
@@ -155,9 +155,9 @@ def apply_push(job: Job, outcome: Outcome) -> bool:
     return end_run(dispatcher(), active, decision) is not None
 
 
-def _make_call(job: Job, *, with_payload: bool) -> Call:
-    """Return the call of a run.  with_payload: the description uses the payload, which is then parsed."""
-    return Call(
+def _run_details(job: Job, *, with_payload: bool) -> RunDetails:
+    """Return the details of a run.  with_payload: the description uses the payload, which is then parsed."""
+    return RunDetails(
         job_id=job.id,
         attempt=job.attempt,
         payload=json_text.loads(job.payload or "{}") if with_payload else None,

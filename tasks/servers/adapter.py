@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
-from tasks.servers.call import Call, Limits
 from tasks.servers.compiled import CompiledDescription, CompiledHealth, CompiledStep, compile_description
 from tasks.servers.description import DEFAULT, Description
 from tasks.servers.endpoint import Endpoint, parse_endpoint, quote_target
@@ -20,6 +19,7 @@ from tasks.servers.responses import MAX_RESPONSE_BYTES, NoResponse, Response
 from tasks.servers.rules import ResponseContext
 from tasks.servers.stream_reader import OnPiece, StreamReader
 from tasks.servers.templates import SecretLookup, TemplateValues, to_json
+from tasks.servers.values import Limits, RunDetails
 
 MAX_HEALTH_BYTES = 1024 * 1024
 
@@ -30,7 +30,7 @@ _UNDECIDED = frozenset({OutcomeKind.PENDING, OutcomeKind.UNKNOWN, OutcomeKind.UN
 
 
 class HttpRequest(NamedTuple):
-    """One request, built from a description and a call."""
+    """One request, built from a description and the details of a run."""
 
     method: str
     endpoint: Endpoint
@@ -44,7 +44,7 @@ class HttpRequest(NamedTuple):
 
 
 class RequestBuilder:
-    """Builds the requests to one server from its description and the values of a call."""
+    """Builds the requests to one server from its description and the details of a run."""
 
     def __init__(
         self, endpoint: Endpoint, compiled: CompiledDescription, secret: SecretLookup | None, max_response_bytes: int
@@ -52,9 +52,9 @@ class RequestBuilder:
         self._endpoint, self._compiled, self._secret = endpoint, compiled, secret
         self._max_response_bytes = max_response_bytes
 
-    def template_values(self, call: Call | None, remote_id: str | None = None) -> TemplateValues:
-        """Return the values that the templates of a request may contain.  call: None for a health check."""
-        return TemplateValues(call, remote_id, self._secret, self._endpoint.path, self._compiled.output_size)
+    def template_values(self, run: RunDetails | None, remote_id: str | None = None) -> TemplateValues:
+        """Return the values that the templates of a request may contain.  run: None for a health check."""
+        return TemplateValues(run, remote_id, self._secret, self._endpoint.path, self._compiled.output_size)
 
     def build(
         self,
@@ -67,16 +67,16 @@ class RequestBuilder:
 
         deadline_s: the monotonic time at which its exchange ends.
         """
-        request, call, is_submit = step.request, values.call, step is self._compiled.submit
+        request, run, is_submit = step.request, values.run, step is self._compiled.submit
         target = self._endpoint.target if request.path is None else quote_target(request.path.fill(values))
-        headers = _headers_for(call, is_submit)
+        headers = _headers_for(run, is_submit)
         body = self._build_body(step, values)
         if body is not None:
             headers[_CONTENT_TYPE] = "application/json"
         if request.headers is not None:
             headers |= request.headers.fill(values)
-        max_bytes = MAX_HEALTH_BYTES if call is None else self._max_response_bytes
-        listen_s = call.listen_s if call is not None and is_submit and self._response_ends_run(call) else 0.0
+        max_bytes = MAX_HEALTH_BYTES if run is None else self._max_response_bytes
+        listen_s = run.listen_s if run is not None and is_submit and self._response_ends_run(run) else 0.0
         limits = Limits(request.connect_s, request.read_s, deadline_s, max_bytes, listen_s)
         return HttpRequest(request.method, self._endpoint, target, headers, body, limits, reader)
 
@@ -84,19 +84,19 @@ class RequestBuilder:
         request = step.request
         if request.body is not None:
             return to_json(request.body.fill(values))
-        if step is not self._compiled.submit or request.method == "GET" or values.call is None:
+        if step is not self._compiled.submit or request.method == "GET" or values.run is None:
             return None
-        return to_json(self._with_stream_request(values.call.payload))
+        return to_json(self._with_stream_request(values.run.payload))
 
     def _with_stream_request(self, payload: Any) -> Any:
         """Return the payload with the fields that request a stream; its own fields have precedence."""
         stream = self._compiled.description.submit.stream
         return {**stream.ask, **payload} if stream and stream.ask and isinstance(payload, dict) else payload
 
-    def _response_ends_run(self, call: Call) -> bool:
+    def _response_ends_run(self, run: RunDetails) -> bool:
         """Return whether the response to the submit is sent when the run ends, however late."""
         description = self._compiled.description
-        return description.mode in ("sync", "auto") and not description.ends_on_disconnect(call.payload)
+        return description.mode in ("sync", "auto") and not description.ends_on_disconnect(run.payload)
 
 
 class ServerAdapter:
@@ -136,12 +136,12 @@ class ServerAdapter:
         """Return the description of the server."""
         return self.compiled.description
 
-    def given_id_of(self, call: Call) -> str | None:
+    def given_id_of(self, run: RunDetails) -> str | None:
         """Return the server's id of this attempt if the request sets it; None: the server chooses the id."""
         template = self.description.given_id
         if template is None:
             return None
-        return call.job_id if template == "{{job/id}}" else call.attempt_id
+        return run.job_id if template == "{{job/id}}" else run.attempt_id
 
     def make_stream_reader(self, values: TemplateValues, on_piece: OnPiece) -> StreamReader | None:
         """Return a reader of the response to a submit, if that may be a stream."""
@@ -150,54 +150,54 @@ class ServerAdapter:
             return None
         return StreamReader(stream, self.compiled.submit.judge, lambda: self.response_context(values), on_piece)
 
-    def is_run_over(self, call: Call, reply: Response | NoResponse) -> bool:
+    def is_run_over(self, run: RunDetails, reply: Response | NoResponse) -> bool:
         """Return whether the end of an abandoned submit shows that the server no longer runs the job."""
         if isinstance(reply, NoResponse):
             return False
-        context = self.response_context(self.requests.template_values(call, self.given_id_of(call)))
+        context = self.response_context(self.requests.template_values(run, self.given_id_of(run)))
         outcome = self.compiled.submit.judge.outcome(reply, context)
         return outcome is not None and outcome.kind not in _UNDECIDED
 
-    def read_push(self, call: Call, remote_id: str | None, push: Response) -> Outcome:
+    def read_push(self, run: RunDetails, remote_id: str | None, push: Response) -> Outcome:
         """Return the outcome of a push to the callback URL; PENDING if it does not end the run.
 
         push: its body, as if it were a response.  The caller must have checked the token of the push.  If the
         description has a result step, `ServerSession.fetch_result` fetches the result.
         """
-        values = self.requests.template_values(call, remote_id or self.given_id_of(call))
+        values = self.requests.template_values(run, remote_id or self.given_id_of(run))
         outcome = self.compiled.callback.outcome(push, self.response_context(values))
         return outcome or Outcome(OutcomeKind.PENDING, code=BAD_ANSWER, remote_id=values.remote_id)
 
     def response_context(self, values: TemplateValues) -> ResponseContext:
         """Return what a response to a request with these values is judged by."""
-        assert values.call is not None
-        return ResponseContext(values.call.job_id, values.remote_id, self.secrets_to_redact(values.call), time.time())
+        assert values.run is not None
+        return ResponseContext(values.run.job_id, values.remote_id, self.secrets_to_redact(values.run), time.time())
 
-    def secrets_to_redact(self, call: Call | None) -> tuple[str, ...]:
+    def secrets_to_redact(self, run: RunDetails | None) -> tuple[str, ...]:
         """Return the secrets that a response may quote.  A server may also quote those of an earlier request."""
-        token = call.callback_token if call is not None else None
+        token = run.callback_token if run is not None else None
         known = (*self._secrets_of_endpoint, token) if token else self._secrets_of_endpoint
         if self._secret is None or not self.description.secrets:
             return known
         return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)
 
 
-def _headers_for(call: Call | None, is_submit: bool) -> dict[str, str]:
+def _headers_for(run: RunDetails | None, is_submit: bool) -> dict[str, str]:
     """Return the headers of a request that no description has to contain."""
     headers = dict(_OWN_HEADERS)
-    if call is None:
+    if run is None:
         return headers
-    headers |= {"X-Job-Id": call.job_id, "X-Attempt": str(call.attempt)}
-    if call.traceparent and _TRACEPARENT.fullmatch(call.traceparent):  # It may be a client's text.
-        headers["traceparent"] = call.traceparent
-    if call.model:
-        headers["X-Model"] = call.model
+    headers |= {"X-Job-Id": run.job_id, "X-Attempt": str(run.attempt)}
+    if run.traceparent and _TRACEPARENT.fullmatch(run.traceparent):  # It may be a client's text.
+        headers["traceparent"] = run.traceparent
+    if run.model:
+        headers["X-Model"] = run.model
     if is_submit:
         # All attempts have the same key: a server that keeps its last results by key can respond to a repeated attempt
         # with the result, and does not run the job twice.
-        headers |= {"Idempotency-Key": call.job_id, "X-Deadline-Ms": str(call.deadline_ms)}
-        if call.callback_url:
-            headers["X-Callback-Url"] = call.callback_url
-        if call.callback_token:
-            headers["X-Callback-Token"] = call.callback_token
+        headers |= {"Idempotency-Key": run.job_id, "X-Deadline-Ms": str(run.deadline_ms)}
+        if run.callback_url:
+            headers["X-Callback-Url"] = run.callback_url
+        if run.callback_token:
+            headers["X-Callback-Token"] = run.callback_token
     return headers

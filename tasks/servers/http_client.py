@@ -24,11 +24,11 @@ from aiohappyeyeballs import start_connection
 
 from slotkeeper.large_json import AnonymousFile
 from tasks.servers import http_connection
-from tasks.servers.call import Limits
 from tasks.servers.endpoint import Endpoint, Origin
 from tasks.servers.http_connection import HttpConnection, ParseTurns
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tasks.servers.stream_reader import StreamReader
+from tasks.servers.values import Limits
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,6 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.urls import find_secrets_in_url
 from tasks.servers import presets
 from tasks.servers.adapter import HttpRequest, ServerAdapter
-from tasks.servers.call import Call, Health, Limits
 from tasks.servers.compiled import CompiledHealth, CompiledStep
 from tasks.servers.description import Description, HealthRule, Rule
 from tasks.servers.endpoint import Endpoint, parse_endpoint, quote_target
@@ -26,6 +25,7 @@ from tasks.servers.responses import NOT_JSON, NoResponse, Response, redact
 from tasks.servers.rules import compile_rule, find_rule
 from tasks.servers.session import ServerSession
 from tasks.servers.templates import SecretLookup, to_json
+from tasks.servers.values import Health, Limits, RunDetails
 
 GENERIC = "generic-sync"
 _MIN_WEIGHT = 3  # A preset is proposed if its signs have at least this weight together.
@@ -161,15 +161,15 @@ class Trial:
 
     async def run(self, http: HttpClient, payload: Any, patience_s: float) -> Outcome:
         """Run one job as a worker would, for at most `patience_s`; then cancel it."""
-        call = Call(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
+        run = RunDetails(f"probe-{time.time_ns():x}", 1, payload, deadline_s=patience_s)
         session, end = self._session(http), time.monotonic() + patience_s
-        outcome = await session.submit(call)
+        outcome = await session.submit(run)
         self._remote_id = remote_id = outcome.remote_id
         while outcome.kind is OutcomeKind.PENDING and remote_id and time.monotonic() < end:
             await asyncio.sleep(min(_POLL_S, max(end - time.monotonic(), 0)))
-            outcome = await session.status(call, remote_id)
+            outcome = await session.status(run, remote_id)
         if outcome.kind in (OutcomeKind.PENDING, OutcomeKind.UNKNOWN) and self.description.cancel is not None:
-            await session.cancel(call, remote_id)
+            await session.cancel(run, remote_id)
         return outcome
 
     def redacted(self, value: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
-from tasks.servers.call import Health, HealthKind
 from tasks.servers.description import (
     Condition,
     CountSource,
@@ -38,6 +37,7 @@ from tasks.servers.responses import (
     retry_after_s,
 )
 from tasks.servers.templates import to_json
+from tasks.servers.values import Health, HealthKind
 
 _CODES = {
     OutcomeKind.DONE: "",

@@ -10,13 +10,13 @@ import uvloop
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.urls import refuses_connections
 from tasks.servers.adapter import HttpRequest, ServerAdapter
-from tasks.servers.call import MAX_DEADLINE_S, Call, Health, HealthKind
 from tasks.servers.compiled import CompiledHealth, CompiledStep
 from tasks.servers.description import Description
 from tasks.servers.http_client import SPOOL_AFTER_BYTES, HttpClient, HttpExchange
 from tasks.servers.responses import FailureReason, NoResponse, Response, parse_in_subprocess
 from tasks.servers.stream_reader import OnPiece, Piece, StreamReader, ignore_piece
 from tasks.servers.templates import TemplateError, TemplateValues
+from tasks.servers.values import MAX_DEADLINE_S, Health, HealthKind, RunDetails
 
 ResponseFuture: TypeAlias = "asyncio.Future[Response | NoResponse]"
 """The end of an abandoned exchange."""
@@ -52,23 +52,23 @@ class ServerSession:
         """Return the description of the server."""
         return self._server.description
 
-    def given_id_of(self, call: Call) -> str | None:
+    def given_id_of(self, run: RunDetails) -> str | None:
         """Return the server's id of this attempt, as ServerAdapter.given_id_of does."""
-        return self._server.given_id_of(call)
+        return self._server.given_id_of(run)
 
     # -- the steps of a description --------------------------------------------------------------------------
 
-    async def submit(self, call: Call) -> Outcome:
+    async def submit(self, run: RunDetails) -> Outcome:
         """Submit the job, once.
 
         UNREACHABLE: certainly nothing was sent, or a gateway responded 502 or 504 (`bad_gateway`).
         UNKNOWN: the server may run the job; do not send it again until that is known.  UNKNOWN also if the session is
         cut off before the response.
         """
-        values = self._values(call, self.given_id_of(call))
+        values = self._values(run, self.given_id_of(run))
         reader = self._server.make_stream_reader(values, self._on_piece)
         try:
-            outcome = await self._run_step(self._server.compiled.submit, values, _deadline_of(call), reader)
+            outcome = await self._run_step(self._server.compiled.submit, values, _deadline_of(run), reader)
         except TemplateError as error:
             return Outcome(error.kind, code=error.code, message=str(error))
         except _CutOff:
@@ -77,13 +77,13 @@ class ServerSession:
             self._submit = None
         return outcome or Outcome(OutcomeKind.RETRY, code=BAD_ANSWER)
 
-    async def status(self, call: Call, remote_id: str) -> Outcome:
+    async def status(self, run: RunDetails, remote_id: str) -> Outcome:
         """Poll the run.  A poll that fails is PENDING: the caller decides how long it polls.
 
         If the description has a result step, the result of a finished run is fetched, too.  Some servers delete a
         result that was read, so store it at once.
         """
-        values, deadline_s = self._values(call, remote_id), _deadline_of(call)
+        values, deadline_s = self._values(run, remote_id), _deadline_of(run)
         try:
             outcome = await self._poll(values, deadline_s)
             outcome = await self._with_fetched_result(outcome, values, deadline_s)
@@ -93,25 +93,25 @@ class ServerSession:
             self._on_piece(Piece(progress=outcome.progress))
         return outcome
 
-    async def fetch_result(self, call: Call, remote_id: str | None, outcome: Outcome) -> Outcome:
+    async def fetch_result(self, run: RunDetails, remote_id: str | None, outcome: Outcome) -> Outcome:
         """Fetch the result of a run that ended by a push."""
-        values = self._values(call, remote_id or self.given_id_of(call))
+        values = self._values(run, remote_id or self.given_id_of(run))
         try:
-            return await self._with_fetched_result(outcome, values, _deadline_of(call))
+            return await self._with_fetched_result(outcome, values, _deadline_of(run))
         except TemplateError as error:
             return Outcome(OutcomeKind.PENDING, code=error.code, message=str(error), remote_id=remote_id)
 
-    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+    async def cancel(self, run: RunDetails, remote_id: str | None = None) -> bool:
         """Send each of the described cancel requests; return whether the server accepts one.
 
         Whether that frees the slot is described by `description.cancel_frees_slot`.  Without the server's id of the
         run, the job's id is sent: the server received it in X-Job-Id.
         """
-        values = self._values(call, remote_id or self.given_id_of(call) or call.job_id)
+        values = self._values(run, remote_id or self.given_id_of(run) or run.job_id)
         is_accepted = False
         for step in self._server.compiled.cancel:
             try:
-                outcome = await self._run_step(step, values, _deadline_of(call))
+                outcome = await self._run_step(step, values, _deadline_of(run))
             except TemplateError:
                 continue
             is_accepted |= outcome is not None and outcome.kind is OutcomeKind.CANCELED
@@ -133,8 +133,8 @@ class ServerSession:
             reply = await self.send(step, request)
         return step.judge.read(reply, self._server.secrets_to_redact(None))
 
-    def _values(self, call: Call, remote_id: str | None) -> TemplateValues:
-        return self._server.requests.template_values(call, remote_id)
+    def _values(self, run: RunDetails, remote_id: str | None) -> TemplateValues:
+        return self._server.requests.template_values(run, remote_id)
 
     async def _poll(self, values: TemplateValues, deadline_s: float) -> Outcome:
         for step in self._server.compiled.status:
@@ -216,14 +216,14 @@ class ServerSession:
         if self._submit is not None:
             self._submit.abandon(FailureReason.TIMEOUT)
 
-    async def is_run_over(self, call: Call) -> bool:
+    async def is_run_over(self, run: RunDetails) -> bool:
         """Wait for the end of an abandoned submit, and return whether it shows that the run is over."""
         if self.abandoned is None:
             return False
         reply = await self.abandoned
         if isinstance(reply, NoResponse):
             return reply.reason is FailureReason.RESET and await self.has_process_ended()
-        return self._server.is_run_over(call, reply)
+        return self._server.is_run_over(run, reply)
 
     async def has_process_ended(self) -> bool:
         """Return whether the server's process has ended after its connection broke: its address refuses connections.
@@ -241,8 +241,8 @@ class ServerSession:
         return await asyncio.to_thread(refuses_connections, self._server.endpoint)
 
 
-def _deadline_of(call: Call) -> float:
-    return time.monotonic() + min(call.deadline_s, MAX_DEADLINE_S)
+def _deadline_of(run: RunDetails) -> float:
+    return time.monotonic() + min(run.deadline_s, MAX_DEADLINE_S)
 
 
 def run_with_http_client(function: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> T:

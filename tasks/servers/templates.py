@@ -16,8 +16,8 @@ from urllib.parse import quote, unquote
 
 from routing.dispatch.outcome import OutcomeKind
 from slotkeeper import json_text
-from tasks.servers.call import Call
 from tasks.servers.pointers import MISSING, Pointer, parse, resolve
+from tasks.servers.values import RunDetails
 
 MAX_LENGTH = 2000
 
@@ -110,7 +110,7 @@ class CompiledOutputSize:
 class TemplateValues:
     """The sources of template values in one exchange."""
 
-    call: Call | None  # None: a health check, which has no job
+    run: RunDetails | None  # None: a health check, which has no job
     remote_id: str | None = None
     secret: SecretLookup | None = None
     endpoint: str = ""  # the path of the registered endpoint, without a trailing slash
@@ -123,7 +123,7 @@ class TemplateRef:
 
     source: str  # payload | job | run | id | callback_url | callback_token | secret | endpoint
     name: str = ""  # of the secret, or of the value of the job or the run
-    field: str = ""  # attribute of Call
+    field: str = ""  # attribute of RunDetails
     pointer: Pointer = ()  # into the payload
     raw: bool = False  # in a path: not percent-encoded
 
@@ -137,7 +137,7 @@ class TemplateRef:
         return found
 
     def _from_payload(self, values: TemplateValues) -> Any:
-        found = resolve(values.call.payload, self.pointer) if values.call else MISSING
+        found = resolve(values.run.payload, self.pointer) if values.run else MISSING
         if found is MISSING:
             raise _bad_payload(f"the payload has no /{'/'.join(self.pointer)[:100]}, which this model needs")
         return found
@@ -145,9 +145,9 @@ class TemplateRef:
     def _from_run(self, values: TemplateValues) -> Any:
         if self.source == "id":
             return values.remote_id
-        if values.call is not None and self.name == "output_size":
-            return values.output_size and values.output_size.of(values.call.payload)
-        return getattr(values.call, self.field or self.source, None)
+        if values.run is not None and self.name == "output_size":
+            return values.output_size and values.output_size.of(values.run.payload)
+        return getattr(values.run, self.field or self.source, None)
 
     def _secret(self, values: TemplateValues) -> str | None:
         return (values.secret(self.name) if values.secret else None) or None

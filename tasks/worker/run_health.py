@@ -11,8 +11,8 @@ from routing.dispatch.earlier_requests import RELEASED_MS, EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from routing.maintenance.server_report import MIN_AGE_MS
 from slotkeeper.clock import clock, now_ms
-from tasks.servers import Call, Health, HealthKind, ServerSession
-from tasks.worker.run_calls import RunCalls
+from tasks.servers import Health, HealthKind, RunDetails, ServerSession
+from tasks.worker.run_requests import RunRequests
 
 _DOWN_LIMIT_S = 10.0  # A server that is away for so long, without a break, has lost the run.
 _FEW_RUNS_S = 2.0  # beside `poll_interval`: for so long a server must count too few runs for an earlier one to be there
@@ -49,8 +49,8 @@ class RunHealth:
     has_one_slot: the server has no other slot, so that a free place there shows that the run has ended.
     """
 
-    def __init__(self, session: ServerSession, calls: RunCalls, has_one_slot: bool = False) -> None:
-        self._session, self._calls, self._has_one_slot = session, calls, has_one_slot
+    def __init__(self, session: ServerSession, requests: RunRequests, has_one_slot: bool = False) -> None:
+        self._session, self._requests, self._has_one_slot = session, requests, has_one_slot
         self.was_down = False  # The server did not answer at some time, perhaps because of this very job.
         self._down_since_s: float | None = None  # monotonic
         self._silent_since_s: float | None = None  # monotonic: since when the server is up, and does not notify
@@ -83,7 +83,7 @@ class RunHealth:
         if (outcome := self._outcome_if_down(health)) is not None:
             return outcome
         limit_s, now_s = self._session.description.callback.silent_s, time.monotonic()
-        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _lists_job(health, self._calls.poll_call):
+        if health.kind not in (HealthKind.UP, HealthKind.UNKNOWN) or _lists_job(health, self._requests.poll_details):
             self._silent_since_s = None
         elif self._silent_since_s is None:
             self._silent_since_s = now_s
@@ -98,7 +98,7 @@ class RunHealth:
 
     def has_job(self, health: Health) -> bool | None:
         """Return whether the server runs the job; None: its report does not show it."""
-        return False if health.is_idle and self._has_one_slot else _lists_job(health, self._calls.poll_call)
+        return False if health.is_idle and self._has_one_slot else _lists_job(health, self._requests.poll_details)
 
     async def refuses_connections(self, health: Health) -> bool:
         """Return True if the server's process has ended: nothing listens at its address."""
@@ -145,10 +145,10 @@ class EarlierRequestWait:
         self,
         session: ServerSession,
         health: RunHealth,
-        calls: RunCalls,
+        requests: RunRequests,
         find_earlier_request: Callable[[], Awaitable[EarlierRequest | None]],
     ) -> None:
-        self._session, self._health, self._calls = session, health, calls
+        self._session, self._health, self._requests = session, health, requests
         self._find_earlier_request = find_earlier_request
         self._began_s, self._few_since_s = time.monotonic(), math.inf
         self.awaits = ""  # what it waits for, as a sentence
@@ -163,25 +163,25 @@ class EarlierRequestWait:
         earlier, now_s = await self._find_earlier_request(), time.monotonic()
         self._few_since_s = min(self._few_since_s, now_s) if _is_over_by_count(health, earlier) else math.inf
         # For a moment, a run that has just ended at the server may be counted here.
-        if now_s - self._few_since_s >= _FEW_RUNS_S + self._calls.config.poll_interval:
+        if now_s - self._few_since_s >= _FEW_RUNS_S + self._requests.config.poll_interval:
             return True
         return self._has_ended(self._health.has_job(health), earlier, now_s - self._began_s)
 
     def _has_ended(self, has_job: bool | None, earlier: EarlierRequest | None, waited_s: float) -> bool:
         """Return whether the server has ended the earlier request; `has_job`: as RunHealth.has_job returns it."""
-        sent_ms = self._calls.run.started_ms if earlier is None else earlier.sent_ms
-        moved_ms = clock.moved_since(self._calls.run.clock_offset_ms)
-        left_s = (sent_ms + moved_ms - now_ms()) / 1000 + self._calls.config.max_poll_time
+        sent_ms = self._requests.run.started_ms if earlier is None else earlier.sent_ms
+        moved_ms = clock.moved_since(self._requests.run.clock_offset_ms)
+        left_s = (sent_ms + moved_ms - now_ms()) / 1000 + self._requests.config.max_poll_time
         latest = f", or in {max(left_s, 0):.0f} s" if has_job is None else ""
         self.awaits = (
             f"{_AWAITS_EARLIER_REQUEST}{latest}. If the server certainly does not run it any more: "
-            f"slotkeeper servers release {self._calls.run.server}"
+            f"slotkeeper servers release {self._requests.run.server}"
         )
         if sent_ms == RELEASED_MS or (has_job is None and left_s <= 0):
             return True
         if waited_s < _REPORT_DELAY_S:
             return False
-        return has_job is False or (has_job is None and self._calls.ends_on_disconnect)
+        return has_job is False or (has_job is None and self._requests.ends_on_disconnect)
 
 
 def _is_over_by_count(health: Health, earlier: EarlierRequest | None) -> bool:
@@ -191,10 +191,10 @@ def _is_over_by_count(health: Health, earlier: EarlierRequest | None) -> bool:
     return earlier.is_over_by_count(health.active_jobs)
 
 
-def _lists_job(health: Health, call: Call) -> bool | None:
+def _lists_job(health: Health, run: RunDetails) -> bool | None:
     """Return whether the server's report has the job; None: the report does not show it."""
     if health.job_ids is not None:
-        return bool({call.job_id, call.attempt_id} & health.job_ids)
+        return bool({run.job_id, run.attempt_id} & health.job_ids)
     if health.active_jobs is not None and health.running_count:
         return None if health.active_jobs else False
     return None

@@ -21,10 +21,10 @@ from routing.dispatch.earlier_requests import EarlierRequest
 from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
-from tasks.servers import Call, ServerSession
+from tasks.servers import RunDetails, ServerSession
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.run_calls import RunCalls
 from tasks.worker.run_health import CRASHED, JOB_NOT_FOUND, EarlierRequestWait, RunHealth
+from tasks.worker.run_requests import RunRequests
 
 _CANCEL_WAIT_S = 5.0  # A server that goes on for so long after its cancel is not waited for.
 _HEALTH_PERIOD_S = 1.0
@@ -72,8 +72,8 @@ class RequestState(Enum):
 class Cancellation:
     """The cancel of a run at its server, sent beside the run, which may be waiting for its response."""
 
-    def __init__(self, session: ServerSession, calls: RunCalls) -> None:
-        self._session, self._calls = session, calls
+    def __init__(self, session: ServerSession, requests: RunRequests) -> None:
+        self._session, self._requests = session, requests
         self._task: asyncio.Task[None] | None = None
         self._waits_until_s: float | None = None  # monotonic: how long the server is waited for
         self.frees_slot = False  # The server accepted it, and its description says that this frees the slot.
@@ -84,7 +84,7 @@ class Cancellation:
             self._task = asyncio.get_running_loop().create_task(self._run(call))
 
     async def send(self, remote_id: str | None) -> None:
-        is_accepted = await self._session.cancel(self._calls.poll_call, remote_id)
+        is_accepted = await self._session.cancel(self._requests.poll_details, remote_id)
         self.frees_slot = is_accepted and self._session.description.cancel_frees_slot == "immediate"
 
     def outcome(self) -> Outcome | None:
@@ -116,16 +116,16 @@ class ServerCall:
         active: ActiveRun,
         watch: LeaseWatch,
         session: ServerSession,
-        calls: RunCalls,
+        requests: RunRequests,
         store: RunStore,
         *,
         has_one_slot: bool = False,
         may_be_at_server: bool = False,
     ) -> None:
         """`has_one_slot`: as in RunHealth."""
-        self._run, self._watch, self._session, self._calls, self._store = active.run, watch, session, calls, store
-        self._health = RunHealth(session, calls, has_one_slot)
-        self._cancellation = Cancellation(session, calls)
+        self._run, self._watch, self._session, self._requests, self._store = active.run, watch, session, requests, store
+        self._health = RunHealth(session, requests, has_one_slot)
+        self._cancellation = Cancellation(session, requests)
         self._may_be_at_server = may_be_at_server
         self.remote_id = active.run.remote_id
         self._is_resumed = self.remote_id is not None
@@ -170,32 +170,32 @@ class ServerCall:
             return reason
         if self._watch.cancel:
             return CANCELED_UNSENT
-        if self._calls.is_overdue:
+        if self._requests.is_overdue:
             return _OVERDUE_UNSENT
         if self._may_be_at_server:
             if (outcome := await self._wait_for_earlier_request()) is not None:
                 return outcome
-            self._calls.count_time_from(now_ms())  # The wait for the earlier request is not the run's own time.
+            self._requests.count_time_from(now_ms())  # The wait for the earlier request is not the run's own time.
             self._watch.awaits = ""
             if not await self._store.store_sent_time():
                 return StopReason.LOST
         if self._session.description.is_found_by_given_id and not await self._store_remote_id(
-            self._session.given_id_of(self._calls.poll_call)
+            self._session.given_id_of(self._requests.poll_details)
         ):
             return StopReason.LOST
-        call = self._calls.make_submit_call()
+        details = self._requests.make_submit_details()
         if not await self._store.is_lease_held(fresh=self._may_be_at_server):
             return StopReason.UNSENT
         if self._watch.cancel:  # It came while something else was awaited; the server does not have the request.
             return CANCELED_UNSENT
         self._watch.sent = True
-        return await self._submit(call)
+        return await self._submit(details)
 
     async def _wait_for_earlier_request(self) -> Outcome | StopReason | None:
         """Wait until the request of an earlier worker has left the server; None: the request may be sent."""
         if self._session.description.submit.idempotent:  # The server joins a repeated request to its run.
             return None
-        wait = EarlierRequestWait(self._session, self._health, self._calls, self._store.find_earlier_request)
+        wait = EarlierRequestWait(self._session, self._health, self._requests, self._store.find_earlier_request)
         while True:
             if (reason := self._stop_reason()) is not None:
                 return reason
@@ -204,13 +204,13 @@ class ServerCall:
             if await wait.is_over():
                 return None
             self._watch.awaits = wait.awaits
-            if self._calls.is_overdue:
+            if self._requests.is_overdue:
                 return await self._time_out(Outcome(OutcomeKind.UNKNOWN, message=wait.message))
             await self._watch.sleep(_HEALTH_PERIOD_S)
 
-    async def _submit(self, call: Call) -> Outcome:
+    async def _submit(self, details: RunDetails) -> Outcome:
         self._request = RequestState.SENT
-        outcome = await self._session.submit(call)
+        outcome = await self._session.submit(details)
         is_unknown = outcome.kind is OutcomeKind.UNKNOWN
         self._request = RequestState.UNCONFIRMED if is_unknown else RequestState.CONFIRMED
         crash_at("run_sent")
@@ -229,11 +229,11 @@ class ServerCall:
         """
         if not await self._store.store_sent_time():
             return Outcome(OutcomeKind.UNKNOWN, message="The run is over.")
-        call = self._calls.make_submit_call()
+        details = self._requests.make_submit_details()
         if not await self._store.is_lease_held(fresh=True):  # The database is asked soon whether the run still counts.
             return Outcome(OutcomeKind.UNKNOWN, message="Its slot may be another job's.")
         self._was_resent = True
-        return await self._submit(call)
+        return await self._submit(details)
 
     @property
     def _may_submit_again(self) -> bool:
@@ -268,11 +268,11 @@ class ServerCall:
         return f"Its server has not told how the run is, and is asked again: {last.message}." if last.code else ""
 
     def _pause_s(self, last: Outcome) -> float:
-        period_s = self._calls.config.poll_interval if last.kind is OutcomeKind.PENDING else _HEALTH_PERIOD_S
+        period_s = self._requests.config.poll_interval if last.kind is OutcomeKind.PENDING else _HEALTH_PERIOD_S
         if self._watch.cancel:  # It may have come during the question to the server, and has its own time limit.
             return min(period_s, _HEALTH_PERIOD_S)
         period_s, self._first_pause = period_s * self._first_pause, 1.0
-        return max(min(period_s, self._calls.left_s), 0)
+        return max(min(period_s, self._requests.left_s), 0)
 
     async def _check(self) -> Outcome:
         """Ask the server how the run is."""
@@ -281,7 +281,7 @@ class ServerCall:
         return await (self._check_health() if self.remote_id is None else self._poll(self.remote_id))
 
     async def _poll(self, remote_id: str) -> Outcome:
-        outcome = await self._session.status(self._calls.poll_call, remote_id)
+        outcome = await self._session.status(self._requests.poll_details, remote_id)
         is_unconfirmed = self._request is RequestState.UNCONFIRMED
         if outcome.kind is OutcomeKind.LOST and is_unconfirmed and self._may_submit_again:
             return await self._submit_again()  # The server never had it.
@@ -315,7 +315,7 @@ class ServerCall:
             return reason
         if self._watch.cancel:
             return self._cancellation.outcome()
-        return None if self._calls.left_s > 0 else await self._time_out(last)
+        return None if self._requests.left_s > 0 else await self._time_out(last)
 
     def _stop_reason(self) -> StopReason | None:
         """Return why this worker must not go on with the run."""
@@ -326,7 +326,7 @@ class ServerCall:
     @property
     def _is_resumable(self) -> bool:
         """Whether another worker can ask the server for this run, and the run outlives our connection."""
-        return self.remote_id is not None and (self.has_submit_ended or not self._calls.ends_on_disconnect)
+        return self.remote_id is not None and (self.has_submit_ended or not self._requests.ends_on_disconnect)
 
     def _on_watch_change(self) -> None:
         """React to a flag of the watch, in the loop."""
@@ -338,7 +338,7 @@ class ServerCall:
     async def _time_out(self, last: Outcome) -> Outcome:
         """Cancel the run at its server, and return the outcome of a run that has taken too long."""
         await self._cancellation.send(self.remote_id)
-        if self._calls.is_overdue:
+        if self._requests.is_overdue:
             code, message = "deadline_passed", "The job's own deadline (ttl) passed while it ran."
         else:
             code, message = "timed_out", "Exceeded max_poll_time."

@@ -18,9 +18,9 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import format_attribute
 from tasks import server_adapters
 from tasks.server_adapters import Misconfigured
-from tasks.servers import Call, ServerSession
+from tasks.servers import RunDetails, ServerSession
 from tasks.worker.progress_publisher import ProgressPublisher, ProgressStream
-from tasks.worker.run_calls import RunCalls
+from tasks.worker.run_requests import RunRequests
 from tasks.worker.server_call import CANCELED_UNSENT, ServerCall
 from tasks.worker.worker_run import WorkerParts, WorkerRun
 
@@ -35,12 +35,12 @@ class AbandonedCalls:
     def __init__(self, parts: WorkerParts) -> None:
         self._worker_loop = parts.worker_loop
         self._steps = RunSteps(parts.dispatcher, parts.worker_loop, parts.background_tasks.retry_release)
-        self._noted: dict[str, tuple[ServerSession, Call]] = {}  # by lease, until their ends are stored
+        self._noted: dict[str, tuple[ServerSession, RunDetails]] = {}  # by lease, until their ends are stored
 
-    def note(self, lease: str, session: ServerSession, calls: RunCalls) -> None:
+    def note(self, lease: str, session: ServerSession, requests: RunRequests) -> None:
         """Remember the request of a run that is about to end here, if its response is still to come."""
         if session.abandoned is not None:
-            self._noted[lease] = session, calls.poll_call
+            self._noted[lease] = session, requests.poll_details
 
     def observe(self, active: ActiveRun) -> None:
         """Free the slot of a run whose end is stored as soon as its response has come."""
@@ -48,8 +48,8 @@ class AbandonedCalls:
         if noted is not None:
             self._worker_loop.spawn_background(self._observe(active, *noted))
 
-    async def _observe(self, active: ActiveRun, session: ServerSession, call: Call) -> None:
-        if await session.is_run_over(call):
+    async def _observe(self, active: ActiveRun, session: ServerSession, details: RunDetails) -> None:
+        if await session.is_run_over(details):
             log.info("run_over_at_server", job_id=active.run.job.id, slot=active.run.slot)
             await self._steps.release_quarantine(active)
 
@@ -150,7 +150,7 @@ class ServerCalls:
     async def _call(self, worker_run: WorkerRun, session: ServerSession) -> Outcome | StopReason:
         """Raises DatabaseUnavailable, UnknownModel."""
         run, catalog = worker_run.run, self._dispatcher.catalog.cached()
-        calls = RunCalls(
+        requests = RunRequests(
             run,
             self.config_of(run.job.model),
             session.description,
@@ -161,7 +161,7 @@ class ServerCalls:
             worker_run.active,
             worker_run.watch,
             session,
-            calls,
+            requests,
             DatabaseRunStore(worker_run, self._parts),
             has_one_slot=_has_one_slot(catalog, run.server),
             may_be_at_server=worker_run.offer.is_resumption,
@@ -170,7 +170,7 @@ class ServerCalls:
         if (since_s := self._handovers.pop(lease, None)) is not None:
             self._record_handover_gap(time.monotonic() - since_s)
         outcome = await call.run()
-        self._abandoned_calls.note(lease, session, calls)
+        self._abandoned_calls.note(lease, session, requests)
         return outcome
 
 

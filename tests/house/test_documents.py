@@ -14,7 +14,7 @@ import pytest
 
 from slotkeeper.jobs.states import END_SENTENCES
 from tasks.periods import PERIODS_S
-from tasks.servers import Call, ServerAdapter
+from tasks.servers import RunDetails, ServerAdapter
 from tests.house.tree import PACKAGES, REPO, name_of
 
 # Rows, sections and findings of papers that a reader of this repository does not have.
@@ -100,7 +100,7 @@ def test_every_function_that_a_document_names_exists() -> None:
 
 _PROTOCOL = REPO / "docs/reference/slot-protocol.md"
 _TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
-_CALL = Call("job-1", 1, {}, callback_url="http://here/", callback_token="t", traceparent=_TRACE, model="zimg")
+_CALL = RunDetails("job-1", 1, {}, callback_url="http://here/", callback_token="t", traceparent=_TRACE, model="zimg")
 _SERVER = ServerAdapter("http://127.0.0.1:9/generate")
 _STEPS = {
     "submit": (_SERVER.compiled.submit, _CALL),
@@ -110,7 +110,7 @@ _STEPS = {
 }
 
 
-def _headers(step: Any, call: Call | None) -> set[str]:
+def _headers(step: Any, call: RunDetails | None) -> set[str]:
     """Return the names of the headers with which the request of a step is sent."""
     requests = _SERVER.requests
     return set(requests.build(step, requests.template_values(call, "r"), time.monotonic() + 1).headers)

@@ -15,7 +15,7 @@ from slotkeeper.registry import server_descriptions
 from tasks import server_adapters as plans
 from tasks import server_push
 from tasks.server_adapters import Misconfigured, adapter_for
-from tasks.servers import Call, Description, presets
+from tasks.servers import Description, RunDetails, presets
 from tasks.servers.validation import InvalidDescription, merge, validate_description
 from tasks.services import catalog, database
 from tests.support import passes
@@ -387,7 +387,7 @@ def test_what_was_stored_speaks_as_it_was_checked(api):
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done", "out": 7})) as there:
         outcome = Blocking(adapter_for(there.url, model, model.described_by)).submit(
-            Call("j", 1, {"n": 1}, deadline_s=5)
+            RunDetails("j", 1, {"n": 1}, deadline_s=5)
         )
         assert (there.seen[0].path, there.seen[0].json) == ("/v2/run", {"input": {"n": 1}})
     assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, 7)

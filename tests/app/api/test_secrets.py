@@ -12,7 +12,7 @@ from slotkeeper.registry.tables import secrets as table
 from tasks import maintenance, server_adapters
 from tasks.security import keyring, vault
 from tasks.server_adapters import adapter_for
-from tasks.servers import Call
+from tasks.servers import RunDetails
 from tasks.servers.responses import redact
 from tasks.services import catalog, database
 from tests.support.api import Api
@@ -170,10 +170,10 @@ def test_a_changed_secret_is_sent_without_a_new_start(api):
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done"})) as there:
         server = Blocking(adapter_for(there.url, model, model.described_by))
-        server.submit(Call("j", 1, {}, deadline_s=5))
+        server.submit(RunDetails("j", 1, {}, deadline_s=5))
         _set(api, value="second-value")
         api.dispatcher.catalog.refresh()
-        server.submit(Call("j", 1, {}, deadline_s=5))
+        server.submit(RunDetails("j", 1, {}, deadline_s=5))
     assert [seen.json["key"] for seen in there.seen] == ["first-value", "second-value"]
 
 
@@ -185,7 +185,7 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
     with database().engine.begin() as connection:
         connection.execute(table.delete())
     api.dispatcher.catalog._snapshot = None
-    outcome = server.submit(Call("j", 1, {}, deadline_s=5))
+    outcome = server.submit(RunDetails("j", 1, {}, deadline_s=5))
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "misconfigured") and "secret/KEY" in outcome.message
 
 
@@ -203,7 +203,9 @@ def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"error": error}, 500)) as there:
         message = (
-            Blocking(adapter_for(there.url, model, model.described_by)).submit(Call("j", 1, {}, deadline_s=5)).message
+            Blocking(adapter_for(there.url, model, model.described_by))
+            .submit(RunDetails("j", 1, {}, deadline_s=5))
+            .message
         )
     assert "***" in message and "very" not in message
 
@@ -216,7 +218,7 @@ def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
     with Scripted(lambda _: answer(said)) as there:
         message = (
             Blocking(adapter_for(there.url, model, model.described_by))
-            .status(Call("j", 1, None, deadline_s=5), "r")
+            .status(RunDetails("j", 1, None, deadline_s=5), "r")
             .message
         )
     assert message.endswith("bad key ***")

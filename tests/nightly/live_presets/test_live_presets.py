@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers import Call, Description, HealthKind, ServerAdapter, presets
+from tasks.servers import Description, HealthKind, RunDetails, ServerAdapter, presets
 from tasks.servers.probe import recognize
 from tasks.servers.session import run_with_http_client
 from tests.nightly.live_presets.servers import Live, installed, started, wanted
@@ -37,8 +37,8 @@ class Running:
     def endpoint(self) -> str:
         return self.url + self.live.path
 
-    def submit(self, which: str) -> tuple[Call, Outcome]:
-        call = Call(f"job-{time.time_ns():x}", 1, self.live.payloads[which], deadline_s=30.0)
+    def submit(self, which: str) -> tuple[RunDetails, Outcome]:
+        call = RunDetails(f"job-{time.time_ns():x}", 1, self.live.payloads[which], deadline_s=30.0)
         return call, self.server.submit(call)
 
     def ended(self, which: str) -> Outcome:
@@ -97,7 +97,7 @@ def test_a_run_can_be_canceled(running: Running):
     if not running.live.cancels:
         pytest.skip("its servers do not cancel what runs")
     found: list[Outcome] = []
-    call = Call("job-to-cancel", 1, running.live.payloads["slow"], deadline_s=30.0)
+    call = RunDetails("job-to-cancel", 1, running.live.payloads["slow"], deadline_s=30.0)
     thread = threading.Thread(target=lambda: found.append(running.server.submit(call)))
     thread.start()
     _until(lambda: running.server.cancel(call))
@@ -116,7 +116,7 @@ def test_it_is_recognized(running: Running):
 
 @contextmanager
 def _slow_one_under_way(running: Running) -> Iterator[None]:
-    call = Call(f"slow-{time.time_ns():x}", 1, running.live.payloads["slow"], deadline_s=30.0)
+    call = RunDetails(f"slow-{time.time_ns():x}", 1, running.live.payloads["slow"], deadline_s=30.0)
     ends: list[Outcome] = []
     thread = threading.Thread(target=lambda: ends.append(running.server.submit(call)))
     thread.start()

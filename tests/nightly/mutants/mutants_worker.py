@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run may take ten minutes whatever its model allows",
-        "tasks.worker.run_calls:RunCalls.count_time_from",
+        "tasks.worker.run_requests:RunRequests.count_time_from",
         swap("self.config.max_poll_time", "600"),
         kills=["test_a_run_may_take_as_long_as_its_own_model_allows"],
         breaks="limits",

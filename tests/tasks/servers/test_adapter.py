@@ -11,7 +11,7 @@ import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper import json_text, large_json
-from tasks.servers import Call, Description, HealthKind, ServerAdapter, http_connection
+from tasks.servers import Description, HealthKind, RunDetails, ServerAdapter, http_connection
 from tasks.servers.responses import Response
 from tests.support.scripted import Scripted, always, answer, hang_up, refused_url, reset
 
@@ -20,8 +20,8 @@ _TIMES_OUT_WITHIN_S = 15  # A busy machine may notice a deadline of 0.3 s late; 
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
-def make_call(**fields) -> Call:
-    return Call(**{"job_id": "job-1", "attempt": 2, "payload": {"prompt": "cat"}, "deadline_s": 5.0, **fields})
+def make_call(**fields) -> RunDetails:
+    return RunDetails(**{"job_id": "job-1", "attempt": 2, "payload": {"prompt": "cat"}, "deadline_s": 5.0, **fields})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
-from tasks.servers import Call, Description, HealthKind, presets
+from tasks.servers import Description, HealthKind, RunDetails, presets
 from tests.support.scripted import Act, Seen, answer
 from tests.support.stage import SETTINGS
 
@@ -182,12 +182,12 @@ def start_server(scripted, ours):
     return start
 
 
-CALL = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=60)
+CALL = RunDetails("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=60)
 SHORT_CALL = CALL._replace(deadline_s=0.5)
 """Only for responses without end: the test process may pause for longer than this, such as for garbage collection."""
 
 
-def call_for(respond: Respond | None) -> Call:
+def call_for(respond: Respond | None) -> RunDetails:
     return SHORT_CALL if respond in (HEARTBEATS, ENDLESS_RESULT) else CALL
 
 

@@ -1,11 +1,11 @@
 import orjson
 import pytest
 
-from tasks.servers.call import HealthKind
 from tasks.servers.compiled import compile_description
 from tasks.servers.description import Description, HealthStep
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tasks.servers.rules import HealthJudge
+from tasks.servers.values import HealthKind
 
 METRICS = b"""# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="a}b"} 2.0

@@ -16,11 +16,11 @@ import pytest
 
 from slotkeeper import large_json
 from tasks.servers import HealthKind, ServerAdapter, ServerSession, call_server, http_client, http_connection
-from tasks.servers.call import Limits
 from tasks.servers.endpoint import parse_endpoint
 from tasks.servers.http_client import SPOOL_AFTER_BYTES, HttpExchange, ResponseBody, _encode_head
 from tasks.servers.http_connection import _MAX_HEAD_BYTES
 from tasks.servers.responses import FailureReason, NoResponse, Response
+from tasks.servers.values import Limits
 from tests.support.scripted import always, answer, hang_up
 
 READ_S = 4.0

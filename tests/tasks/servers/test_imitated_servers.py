@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers import Call, Description, HealthKind, ServerAdapter, compile_description, from_shorthand
+from tasks.servers import Description, HealthKind, RunDetails, ServerAdapter, compile_description, from_shorthand
 from tasks.servers.responses import Response
 from tests.support.blocking import Blocking
 from tests.support.scripted import Scripted, Seen, answer
 
-CALL = Call("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
+CALL = RunDetails("job-1", 1, {"prompt": "a cat"}, callback_url="http://me/cb", deadline_s=5.0)
 RESULT = {"image": "x"}
 HTML = answer(b"<html>", 502)
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers import DEFAULT, Call, Description, compile_description, presets
+from tasks.servers import DEFAULT, Description, RunDetails, compile_description, presets
 from tests.support.scripted import Seen, answer
 
 CONVERSATIONS = Path(__file__).parent / "conversations"
@@ -70,7 +70,7 @@ def test_a_recorded_exchange_has_the_expected_result(name, exchange, scripted, o
     http_server = scripted(_replay(exchange["wire"]))
     endpoint = http_server.url + urlsplit(about.endpoint).path.replace("MODEL", "cat")
     server = ours(endpoint, Description.model_validate(presets.get(name)), secret=conversation.get("secrets", {}).get)
-    call = Call("job-1", 1, about.payload, callback_url="http://me/cb", deadline_s=10.0)
+    call = RunDetails("job-1", 1, about.payload, callback_url="http://me/cb", deadline_s=10.0)
     result = _perform(server, exchange["act"], call, conversation.get("id"))
     requests = [f"{request.method} {request.path}" for request in http_server.seen]
     assert requests == [line for line, *_ in exchange["wire"]]
@@ -88,7 +88,7 @@ def test_a_server_that_is_not_ready_fails_no_job(health, kind, scripted, ours):
     """Cog returns 406 to a stream both while it starts and for a model that does not stream."""
     http_server = scripted(_replay([("PUT", 406, "{}"), ("GET", 200, f'{{"status":"{health}"}}')]))
     server = ours(http_server.url, Description.model_validate(presets.get("cog-stream")))
-    assert server.submit(Call("job-1", 1, {}, deadline_s=10.0)).kind is kind
+    assert server.submit(RunDetails("job-1", 1, {}, deadline_s=10.0)).kind is kind
 
 
 def _replay(wire: list[Any]):
@@ -102,7 +102,7 @@ def _replay(wire: list[Any]):
     return respond
 
 
-def _perform(server: Any, act: str, call: Call, remote_id: str | None) -> dict[str, Any]:
+def _perform(server: Any, act: str, call: RunDetails, remote_id: str | None) -> dict[str, Any]:
     if act == "cancel":
         return {"said": server.cancel(call, remote_id)}
     requests = {"submit": lambda: server.submit(call), "status": lambda: server.status(call, remote_id)}

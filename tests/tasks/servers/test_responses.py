@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
-from tasks.servers import Call, Description, HealthKind, ServerAdapter
+from tasks.servers import Description, HealthKind, RunDetails, ServerAdapter
 from tasks.servers.http_client import SPOOL_AFTER_BYTES
 from tasks.servers.responses import NOT_JSON, Response, id_text, parse_json, redact, retry_after_s
 from tests.support.scripted import answer
@@ -72,7 +72,7 @@ def test_a_message_repeats_no_secret_not_even_half_of_one():
 
 # -- unreadable responses: the message names the fault --------------------------------------------------------
 
-CALL = Call("job-1", 1, {"prompt": "a cat"})
+CALL = RunDetails("job-1", 1, {"prompt": "a cat"})
 FAULTY_JSON = {
     "NaN": (b'{"status": "completed", "result": NaN}', "NaN at character 35"),
     "a number": (b'{"status": "completed", "result": 1e999}', "1e999 at character 35"),

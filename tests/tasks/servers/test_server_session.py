@@ -3,14 +3,14 @@
 import threading
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers import Call, Description, ServerAdapter, ServerSession
+from tasks.servers import Description, RunDetails, ServerAdapter, ServerSession
 from tests.support.scripted import always, answer
 
 DONE = {"status": "success", "result": {"image": "x"}}
 
 
-def make_call(deadline_s: float = 5.0) -> Call:
-    return Call("job-1", 2, {"prompt": "cat"}, deadline_s=deadline_s)
+def make_call(deadline_s: float = 5.0) -> RunDetails:
+    return RunDetails("job-1", 2, {"prompt": "cat"}, deadline_s=deadline_s)
 
 
 def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted, loop):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers import Call, Description, ServerAdapter, ServerSession
+from tasks.servers import Description, RunDetails, ServerAdapter, ServerSession
 from tasks.servers.stream_reader import Piece
 from tests.support.scripted import Act, answer, hang_up, reset
 
@@ -18,7 +18,7 @@ OPENAI: dict[str, Any] = {
     "rules": [{"if": {"text": r"^\[DONE\]$"}, "then": "end"}],
     "join": "text",
 }
-JOB = Call("job-1", 1, {"prompt": "a cat"}, deadline_s=5.0)
+JOB = RunDetails("job-1", 1, {"prompt": "a cat"}, deadline_s=5.0)
 
 
 def chunk(text: bytes) -> bytes:
@@ -51,7 +51,7 @@ def outcome(scripted, ours):
     def submit_job(act: Act, stream: dict[str, Any], deadline_s: float = 5.0, **submit: Any) -> Any:
         http_server = scripted(lambda _seen: act)
         server = ours(http_server.url + "/generate", describe(stream, **submit), max_response_bytes=100_000)
-        return server.submit(Call("job-1", 1, {"prompt": "a cat"}, deadline_s=deadline_s))
+        return server.submit(RunDetails("job-1", 1, {"prompt": "a cat"}, deadline_s=deadline_s))
 
     return submit_job
 
@@ -197,7 +197,7 @@ def test_a_response_of_another_media_type_is_read_when_it_is_complete(outcome):
 def test_the_fields_that_request_a_stream_do_not_replace_those_of_the_payload(scripted, ours):
     http_server = scripted(lambda _seen: answer({"status": "success"}))
     server = ours(http_server.url, describe({"ask": {"stream": True, "n": 1}}))
-    server.submit(Call("job-1", 1, {"n": 2}))
+    server.submit(RunDetails("job-1", 1, {"n": 2}))
     assert http_server.seen[0].json == {"stream": True, "n": 2}
 
 
@@ -342,7 +342,7 @@ def test_heartbeats_end_with_the_longest_silence(scripted, loop):
     http_server = scripted(lambda _seen: drip(b": still here\n\n", BEGUN))
     session = ServerSession(ServerAdapter(http_server.url, describe({**OPENAI, "silent_s": 0.2})), loop.http)
     began = time.monotonic()
-    assert kind_and_code(loop.wait_for(session.submit(Call("job-1", 1, {}, deadline_s=40.0)))) == TIMED_OUT
+    assert kind_and_code(loop.wait_for(session.submit(RunDetails("job-1", 1, {}, deadline_s=40.0)))) == TIMED_OUT
     assert time.monotonic() - began < 30
 
 

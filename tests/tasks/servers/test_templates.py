@@ -1,7 +1,6 @@
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
-from tasks.servers.call import Call
 from tasks.servers.description import JOB_SOURCES, SUBMIT_SOURCES
 from tasks.servers.templates import (
     BodyTemplate,
@@ -13,6 +12,7 @@ from tasks.servers.templates import (
     check_path,
     to_json,
 )
+from tasks.servers.values import RunDetails
 
 PAYLOAD = {"prompt": "a cat", "n": 3, "on": True, "none": None, "list": [1, {"x": 2}], "evil": "{{secret/KEY}}"}
 SECRETS = {"KEY": "s3cret"}
@@ -20,7 +20,7 @@ SECRETS = {"KEY": "s3cret"}
 
 def make_values(payload=PAYLOAD, **more):
     more = {"deadline_s": 2.5, "model_version": "2.1", "swap": False, **more}
-    call = Call("job-1", 2, payload, callback_url="http://me/cb", callback_token="tok", **more)
+    call = RunDetails("job-1", 2, payload, callback_url="http://me/cb", callback_token="tok", **more)
     return TemplateValues(call, "srv/7", SECRETS.get, output_size=CompiledOutputSize((("max",), ("n",)), 256))
 
 

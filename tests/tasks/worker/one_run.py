@@ -15,11 +15,11 @@ from routing.progress import ProgressCommands
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry.model_config import ModelConfig
-from tasks.servers import DEFAULT, Call, Health, HealthKind
+from tasks.servers import DEFAULT, Health, HealthKind, RunDetails
 from tasks.threads import BackgroundTask
 from tasks.worker import worker_run
 from tasks.worker.heartbeat import LeaseWatch
-from tasks.worker.run_calls import RunCalls
+from tasks.worker.run_requests import RunRequests
 from tasks.worker.server_call import ServerCall
 from tasks.worker.worker import Worker
 from tests.support.stage import Stage
@@ -40,20 +40,20 @@ class FakeServer:
         self.is_broken, self.has_ended = False, False  # the connection of a submit; the process
         self.abandoned: None = None
 
-    async def submit(self, call: Call) -> Outcome:
+    async def submit(self, call: RunDetails) -> Outcome:
         self.asked.append("submit")
         self.during()
         return self.answers.pop(0)
 
-    async def status(self, call: Call, remote_id: str) -> Outcome:
+    async def status(self, call: RunDetails, remote_id: str) -> Outcome:
         self._note_request("status", call)
         return self.answers.pop(0)
 
-    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+    async def cancel(self, call: RunDetails, remote_id: str | None = None) -> bool:
         self._note_request("cancel", call)
         return True
 
-    def _note_request(self, kind: str, call: Call) -> None:
+    def _note_request(self, kind: str, call: RunDetails) -> None:
         assert 10 <= call.deadline_s <= 30, "the timeout of such a request does not depend on the time of the run"
         self.asked.append(kind)
 
@@ -114,7 +114,7 @@ def make_server_call(
     has_one_slot: bool = False,
 ) -> ServerCall:
     """Return a ServerCall without a database."""
-    calls = RunCalls(active.run, config, session.description)
+    calls = RunRequests(active.run, config, session.description)
     return ServerCall(active, watch, session, calls, store or FakeRunStore(), has_one_slot=has_one_slot)
 
 

@@ -15,7 +15,7 @@ from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
-from tasks.servers import Call, Description, Health, HealthKind
+from tasks.servers import Description, Health, HealthKind, RunDetails
 from tasks.worker import run_health, server_call
 from tasks.worker.heartbeat import LeaseWatch
 from tests.support.stage import SETTINGS
@@ -40,19 +40,19 @@ class FakeSession:
         self.description = Description.model_validate(description)
         self.responses = responses
         self.requests: list[str] = []
-        self.calls: list[Call] = []
+        self.calls: list[RunDetails] = []
         self.on_request: Callable[[], None] = lambda: None
 
-    def given_id_of(self, call: Call) -> str | None:
+    def given_id_of(self, call: RunDetails) -> str | None:
         return call.attempt_id
 
-    async def submit(self, call: Call) -> Any:
+    async def submit(self, call: RunDetails) -> Any:
         return self._respond("submit", call)
 
-    async def status(self, call: Call, remote_id: str) -> Any:
+    async def status(self, call: RunDetails, remote_id: str) -> Any:
         return self._respond("status", call)
 
-    async def cancel(self, call: Call, remote_id: str | None = None) -> bool:
+    async def cancel(self, call: RunDetails, remote_id: str | None = None) -> bool:
         self.requests.append("cancel")
         return True
 
@@ -67,7 +67,7 @@ class FakeSession:
     async def refuses_connections(self) -> bool:
         return False
 
-    def _respond(self, kind: str, call: Call | None = None) -> Any:
+    def _respond(self, kind: str, call: RunDetails | None = None) -> Any:
         self.requests.append(kind)
         if call is not None:
             self.calls.append(call)

@@ -22,9 +22,9 @@ from slotkeeper.jobs.states import Reason, State
 from tasks import offer_messages
 from tasks.inference import infer
 from tasks.servers import SPOOL_AFTER_BYTES
-from tasks.servers.call import Call
 from tasks.servers.description import Description
-from tasks.worker import run_calls, server_call, worker_run
+from tasks.servers.values import RunDetails
+from tasks.worker import run_requests, server_call, worker_run
 from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker_run import RetryingIo
 from tests.support import passes
@@ -374,8 +374,8 @@ def test_a_run_that_is_polled_does_not_keep_its_payload(stage, worker, server, m
         kept.extend(reference() for reference in payloads)
         return DONE
 
-    monkeypatch.setattr(run_calls, "json_text", SimpleNamespace(loads=loads))
-    monkeypatch.setattr(run_calls, "orjson", SimpleNamespace(Fragment=loads))
+    monkeypatch.setattr(run_requests, "json_text", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(run_requests, "orjson", SimpleNamespace(Fragment=loads))
     monkeypatch.setattr(server, "status", status)
     stage.register(model_type="async", poll_interval=0.001)
     stage.submit()
@@ -533,7 +533,7 @@ def test_a_request_for_an_offer_from_a_message_states_whether_the_model_changes(
     server.description = Description.model_validate({"submit": {"path": "/run?swap={{run/swap}}"}})
     swaps = []
 
-    async def submit(call: Call) -> Outcome:
+    async def submit(call: RunDetails) -> Outcome:
         swaps.append(call.swap)
         return DONE
 

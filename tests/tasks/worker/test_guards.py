@@ -16,7 +16,7 @@ from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.redis.connections import connect
 from tasks.servers import DEFAULT
-from tasks.worker.run_calls import RunCalls
+from tasks.worker.run_requests import RunRequests
 from tests.support import passes
 from tests.support.room import a
 from tests.support.stage import LEASE_MS, SECOND, YEAR
@@ -44,8 +44,8 @@ def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_
     stage.submit()
     task = stage.start()
     stage.later(11 * MINUTE)
-    calls = RunCalls(task.run, stage.dispatcher.catalog.resolve("zimg").config, DEFAULT)
-    assert calls.make_submit_call().deadline_s == pytest.approx(max(left_s, 0.001), abs=1)
+    calls = RunRequests(task.run, stage.dispatcher.catalog.resolve("zimg").config, DEFAULT)
+    assert calls.make_submit_details().deadline_s == pytest.approx(max(left_s, 0.001), abs=1)
 
 
 def test_a_job_that_waits_for_a_year_is_not_removed(stage):

@@ -161,7 +161,7 @@ def test_a_slot_whose_run_ends_while_redis_is_down_is_freed_by_the_first_heartbe
     assert list(stage.room.taken()) == [active.lease.slot]
     abandoned = AbandonedCalls(worker.parts)
     with _failing_releases(monkeypatch) as tried:
-        session, calls = SimpleNamespace(abandoned=True, is_run_over=_is_over), SimpleNamespace(poll_call=None)
+        session, calls = SimpleNamespace(abandoned=True, is_run_over=_is_over), SimpleNamespace(poll_details=None)
         abandoned.note(active.lease.name, session, calls)  # type: ignore[arg-type]
         worker.worker_loop.call_soon(abandoned.observe, active)
         eventually(lambda: tried)

@@ -1,4 +1,4 @@
-"""The `Call`s of one run: what its requests are made of, and how long they may take."""
+"""The details of one run: what its requests are made of, and how long they may take."""
 
 import time
 from typing import Any
@@ -11,15 +11,15 @@ from slotkeeper.clock import now_ms
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks import server_push, tracing
-from tasks.servers import Call
+from tasks.servers import RunDetails
 from tasks.servers.description import Description
 
 _LISTEN_S = 600.0  # For so long, at most, the end of a request that was given up is observed.
 _POLL_DEADLINE_S = 30.0  # of each question about the run and of its cancel, whatever is left of the run's own time
 
 
-class RunCalls:
-    """Makes the calls of a run, and counts its longest time.
+class RunRequests:
+    """Makes the details of a run that its requests contain, and counts its longest time.
 
     model_version: as the server was registered for it.  changes_model: the server's last job was of another model.
     """
@@ -34,7 +34,7 @@ class RunCalls:
     ) -> None:
         self.run, self.config, self._description = run, config, description
         self._model_version, self._changes_model = model_version, changes_model
-        self._poll_call: Call | None = None
+        self._poll_details: RunDetails | None = None
         self._ends_s = 0.0  # monotonic
         self.count_time_from(run.sent_ms or run.started_ms)
 
@@ -56,17 +56,17 @@ class RunCalls:
         return self.run.is_overdue(now_ms())
 
     @property
-    def poll_call(self) -> Call:
-        """The call of all questions about the run, and of its cancel.  Most runs need none."""
-        if self._poll_call is None:
+    def poll_details(self) -> RunDetails:
+        """The details for all questions about the run, and for its cancel.  Most runs need none."""
+        if self._poll_details is None:
             payload = self.payload if self._description.asks_by_payload else None
-            self._poll_call = self._make_call(payload, _POLL_DEADLINE_S)
-        return self._poll_call
+            self._poll_details = self._make_details(payload, _POLL_DEADLINE_S)
+        return self._poll_details
 
-    def make_submit_call(self) -> Call:
-        """Make the call of the request itself.  A run that is polled for hours does not keep its payload."""
+    def make_submit_details(self) -> RunDetails:
+        """Make the details for the submit.  A run that is polled for hours does not keep its payload."""
         payload = orjson.Fragment(self.run.payload) if self._description.sends_payload_alone else self.payload
-        return self._make_call(payload, max(self.left_s, 0.001), min(self.config.max_poll_time, _LISTEN_S))
+        return self._make_details(payload, max(self.left_s, 0.001), min(self.config.max_poll_time, _LISTEN_S))
 
     @property
     def payload(self) -> Any:
@@ -77,9 +77,9 @@ class RunCalls:
         """Whether the server ends the run when its connection closes."""
         return self._description.ends_on_disconnect(self.payload)
 
-    def _make_call(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> Call:
+    def _make_details(self, payload: Any, deadline_s: float, listen_s: float = 0.0) -> RunDetails:
         run = self.run
-        return Call(
+        return RunDetails(
             job_id=run.job.id,
             attempt=run.attempt,
             payload=payload,

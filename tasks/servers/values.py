@@ -1,4 +1,4 @@
-"""The data of one call of an inference server, its limits, and the report of a health check."""
+"""The data of one run that requests contain, the limits of an exchange, and the report of a health check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 MAX_DEADLINE_S = 7 * 86_400.0  # sockets accept no infinite time-out
 
 
-class Call(NamedTuple):
-    """One attempt of one job, with all values that a request to a server can contain."""
+class RunDetails(NamedTuple):
+    """One attempt of one job: all values that a request to a server can contain."""
 
     job_id: str
     attempt: int  # counted from 1

@@ -75,8 +75,8 @@ def probe(url: str, preset: str | None, payload: str | None, model: str | None, 
     """Detect which kind of inference server answers at URL.
 
     With --payload, also runs a job on the server.  Registers nothing.  Shows each request with the rule that classified
-    the response, and ends with the commands that register the server.  Exit status 1: no server answers, or the job did
-    not complete.
+    the response, and ends with the commands that register the server.  Exit status 1: no server answers, the job
+    did not complete, or the server does not say which models it has.
 
     \b
     slotkeeper servers probe http://10.0.0.4:5000 --payload '{"prompt": "a cat"}'
@@ -90,7 +90,7 @@ def probe(url: str, preset: str | None, payload: str | None, model: str | None, 
         print_json(result)
     else:
         _print_probe(result, model or "MODEL")
-    if not result["reachable"] or (result["outcome"] or {"kind": "done"})["kind"] != "done":
+    if not result["reachable"] or _lacks_name(result) or (result["outcome"] or {"kind": "done"})["kind"] != "done":
         sys.exit(1)
 
 
@@ -108,9 +108,20 @@ def _print_probe(result: dict[str, Any], model: str) -> None:
         echo(escape_line(f"health: {safe_json(_drop_empty(result['health']))}"))
     if result["outcome"]:
         echo(escape_line(f"job: {safe_json(result['outcome'])}"))
-    if (result["outcome"] or {"kind": "done"})["kind"] == "done":
+    if _lacks_name(result):
+        echo()
+        echo(
+            "The server does not say which models it has.  Put the model's name in the place of MODEL, and probe again:"
+        )
+        echo(escape_line(f"slotkeeper servers probe {result['endpoint']}"))
+    elif (result["outcome"] or {"kind": "done"})["kind"] == "done":
         echo()
         _print_commands(model, "SERVER", result["preset"], result["endpoint"], 1)
+
+
+def _lacks_name(result: dict[str, Any]) -> bool:
+    """Return whether the endpoint has the placeholder of a model's name that the server did not report."""
+    return "/MODEL" in (result["endpoint"] or "")
 
 
 def _drop_empty(health: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tasks.servers.compiled import CompiledHealth, CompiledStep
 from tasks.servers.description import Description, HealthRule, Rule
 from tasks.servers.endpoint import Endpoint, parse_endpoint, quote_target
 from tasks.servers.http_client import HttpClient
-from tasks.servers.pointers import MISSING, parse, resolve
+from tasks.servers.pointers import parse, resolve
 from tasks.servers.responses import NOT_JSON, NoResponse, Response, redact
 from tasks.servers.rules import compile_rule, find_rule
 from tasks.servers.session import ServerSession
@@ -136,8 +136,19 @@ async def _read_model_name(http: HttpClient, endpoint: Endpoint, preset: str, en
     reply, _ = await _probe_path(http, endpoint, place.path, end)
     if isinstance(reply, NoResponse) or reply.json is NOT_JSON:
         return None
-    name = resolve(reply.json, parse(place.pointer))
-    return name if isinstance(name, str) and name is not MISSING else None
+    return _find_model_name(reply.json, place)
+
+
+def _find_model_name(answer: Any, place: presets.ModelNameSource) -> str | None:
+    """Return the name without slashes around it: some servers report their models' paths."""
+    if place.items is not None:
+        items, flag = resolve(answer, parse(place.items)), parse(place.flag)
+        items = items if isinstance(items, list) else []
+        answer = next((item for item in items if resolve(item, flag) is True), None)
+    name = resolve(answer, parse(place.pointer))
+    if isinstance(name, dict):
+        name = next(iter(name), None)
+    return name.strip("/") or None if isinstance(name, str) else None
 
 
 @dataclass

@@ -36,10 +36,15 @@ class Sign(_PresetData):
 
 
 class ModelNameSource(_PresetData):
-    """The place where a server names its first model."""
+    """The place where a server names its first model: a text, or an object whose first key is the name.
+
+    items: the pointer starts at the first item of this list that has true at `flag`, and not at the whole response.
+    """
 
     path: Annotated[str, Field(pattern=r"^/")]
     pointer: PointerText
+    items: PointerText | None = None
+    flag: PointerText = "/"
 
 
 class PresetInfo(_PresetData):

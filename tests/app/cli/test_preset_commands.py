@@ -88,6 +88,7 @@ def test_a_probe_sends_what_was_asked_for_and_tells_each_exchange(api: HTTPServe
     ("changed", "said"),
     [
         ({"reachable": False, "preset": None, "endpoint": None, "outcome": None, "health": None}, "No server answers"),
+        ({"endpoint": "http://gpu1:5000/v2/models/MODEL"}, "servers probe http://gpu1:5000/v2/models/MODEL"),
         ({"outcome": {"kind": "retry", "code": "server_error", "message": "boom", "result": None}}, "server_error"),
     ],
 )

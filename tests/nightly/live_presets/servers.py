@@ -38,6 +38,10 @@ def tensor(number: float) -> dict[str, Any]:
     return {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [number]}]}
 
 
+def data(word: str, sleep: float = 0) -> dict[str, Any]:
+    return {"data": [word, sleep]}
+
+
 @dataclass(frozen=True)
 class Live:
     """A server: what is installed, how it is started, and what it should make of a job that ends so or so.
@@ -240,6 +244,16 @@ SERVERS = [
         WORDS,
         FINAL,
         PAINTED,
+    ),
+    Live(
+        "gradio",
+        "gradio",
+        ("python", "gradio_app.py"),
+        "/gradio_api/run/paint",
+        "/gradio_api/info",
+        {"good": data("a cat"), "wrong": {"nope": 1}, "boom": data("boom"), "slow": data("slow", 2)},
+        FINAL,
+        [PAINTED],
     ),
     Live(GENERIC, "fastapi", ("python", "fastapi_app.py"), "/predict", "/docs", WORDS, FINAL, PAINTED),
 ]

@@ -15,6 +15,7 @@ ENDPOINTS = [
     ("slot-protocol", "/health", {"status": "ok", "active_jobs": 0}),
     ("litserve", "/info", {"model": None, "server": {"devices": ["cpu"], "workers_per_device": 1}}),
     ("bentoml", "/schema.json", {"name": "Cat", "type": "service", "routes": [{"name": "generate", "is_task": False}]}),
+    ("gradio", "/gradio_api/info", {"named_endpoints": {"/paint": {"parameters": []}}, "unnamed_endpoints": {}}),
     (
         "bentoml-task",
         "/schema.json",
@@ -44,12 +45,27 @@ def test_a_server_is_recognized_by_its_responses(preset, path, body, scripted):
     assert found.candidates[0].because == f"GET {path} answered as its servers do"
 
 
-@pytest.mark.parametrize("is_task", [True, False])
-def test_the_endpoint_of_a_bentoml_service_has_the_path_of_its_method(is_task, scripted):
-    schema = {"name": "Cat", "type": "service", "routes": [{"name": "paint", "is_task": is_task}]}
-    server = scripted(respond_only_to("/schema.json", schema))
+API, TASK = {"name": "draw", "route": "/sketch"}, {"name": "paint", "route": "/render"}
+
+
+@pytest.mark.parametrize(
+    ("routes", "path"),
+    [
+        pytest.param([API | {"is_task": False}], "/sketch", id="a method"),
+        pytest.param([TASK | {"is_task": True}], "/render", id="a task"),
+        pytest.param([API | {"is_task": False}, TASK | {"is_task": True}], "/render", id="a task after a method"),
+    ],
+)
+def test_the_endpoint_of_a_bentoml_service_has_the_route_of_its_method(routes, path, scripted):
+    server = scripted(respond_only_to("/schema.json", {"name": "Cat", "type": "service", "routes": routes}))
     found = run_recognize(server.url)
-    assert endpoint_for(server.url, found.preset, found.model) == server.url + "/paint"
+    assert endpoint_for(server.url, found.preset, found.model) == server.url + path
+
+
+def test_the_endpoint_of_a_gradio_function_has_its_name(scripted):
+    server = scripted(respond_only_to("/gradio_api/info", {"named_endpoints": {"/paint": {}, "/undo": {}}}))
+    found = run_recognize(server.url)
+    assert endpoint_for(server.url, found.preset, found.model) == server.url + "/gradio_api/run/paint"
 
 
 def test_llama_cpp_is_not_recognized_as_kserve(scripted):

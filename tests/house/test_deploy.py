@@ -72,6 +72,19 @@ def test_a_pod_has_no_right_that_it_does_not_need(name: str) -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_a_composed_process_has_no_right_that_it_does_not_need() -> None:
+    for name, service in composed().items():
+        if service.get("image") == "slotkeeper":
+            assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges"], name
+            assert service["read_only"] and service["mem_limit"], name
+
+
+def test_no_password_stands_in_a_command() -> None:
+    """Every user of the host can read the arguments of a process."""
+    for name, service in composed().items():
+        assert "${PASSWORD" not in str(service.get("command")), name
+
+
 def test_the_image_runs_as_the_user_of_the_pods() -> None:
     """Kubernetes compares numbers: a name could be that of root."""
     lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()

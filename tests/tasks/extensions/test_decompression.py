@@ -2,6 +2,7 @@
 
 import bz2
 import lzma
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 
@@ -71,8 +72,14 @@ def test_the_largest_payload_fits_in_every_script(character: str) -> None:
 
 @pytest.mark.parametrize("content_type", COMPRESSORS)
 def test_what_does_not_is_refused_and_never_whole(content_type: str) -> None:
-    with pytest.raises(transport.DecompressedTooLarge):
-        _decode(COMPRESSORS[content_type](b" " * 50_000_000 + b"[]"), content_type)
+    body = COMPRESSORS[content_type](b" " * 50_000_000 + b"[]")
+    tracemalloc.start()
+    try:
+        with pytest.raises(transport.DecompressedTooLarge):
+            _decode(body, content_type)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000, "bytes were allocated at once"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("content_type", ["application/x-other", "other"])

@@ -2,9 +2,8 @@
 
 from flask import Flask
 from flask_openapi import APIBlueprint
-from pydantic import BaseModel
 
-from app import context, kinds, metrics, problems, request_deadline, request_json
+from app import context, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
     batches,
@@ -32,7 +31,6 @@ from app.config import AppSettings
 from app.context import Context
 from app.page import login, screens
 from app.readiness import PROBES, Readiness
-from app.schemas import job_schemas, tenant_schemas, webhook_schemas
 from slotkeeper.process import package_version
 from slotkeeper.registry.tenants import Tenants
 from tasks import services, startup
@@ -59,32 +57,6 @@ _APIS: tuple[APIBlueprint, ...] = (
 )
 
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    job_schemas.SubmitBody,
-    job_schemas.BatchItem,
-    job_schemas.RegisterBody,
-    job_schemas.StateBody,
-    job_schemas.TenantBody,
-    kinds.ProbeBody,
-    tenant_schemas.SecretBody,
-    webhook_schemas.WebhookBody,
-    webhook_schemas.WebhookChange,
-    webhook_schemas.DisableBody,
-    webhook_schemas.ReplayBody,
-    webhook_schemas.WebhookQuery,
-    webhook_schemas.DeliveriesQuery,
-    webhook_schemas.GivenUpQuery,
-    webhook_schemas.CallbacksQuery,
-    webhook_schemas.CallbacksReplayBody,
-    job_schemas.ListQuery,
-    batches.BatchQuery,
-    job_schemas.WaitQuery,
-    stream_views.StreamQuery,
-    audit_views.AuditQuery,
-    stream_views.JobStreamQuery,
-)
-
-
 def create_app(settings: AppSettings | None = None) -> Flask:
     """Return the API of one process.  Before the first request it only connects to Redis, to compare the secret.
 
@@ -101,8 +73,6 @@ def create_routes() -> Flask:
     """Return an application with all views and their before_request functions, which depend on no setting."""
     app = openapi.new_app(package_version())
     problems.register_error_handlers(app)
-    for body in _BODIES:
-        problems.know_fields(body.__name__, body.model_fields)
     request_deadline.register(app)
     app.before_request(request_json.reject_nul)
     access.register(app)

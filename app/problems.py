@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from werkzeug.exceptions import HTTPException
 
+from app.schemas.base import known_fields
 from slotkeeper.errors import (
     Conflict,
     DatabaseUnavailable,
@@ -159,18 +160,6 @@ def validation_error(error: ValidationError, **facts: Any) -> ProblemError:
     detail = "; ".join(f"{fault['field']} {fault['message']}".strip() for fault in errors)
     members = {"field": errors[0]["field"], "errors": errors, **facts}
     return ProblemError(422, "invalid_request", "The request is not valid", detail, **members)
-
-
-_known_fields: dict[str, tuple[str, ...]] = {}
-
-
-def know_fields(title: str, fields: Iterable[str]) -> None:
-    """Register the fields of a request, so that the error for an unknown field suggests the closest one."""
-    _known_fields[title] = tuple(fields)
-
-
-def known_fields(title: str) -> tuple[str, ...]:
-    return _known_fields.get(title, ())
 
 
 def _field_error(error: Any, known: Iterable[str]) -> dict[str, str]:

@@ -3,66 +3,25 @@
 Only keys with the right to audit, and administrators' keys, may read it.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
 from flask import Response, request
-from pydantic import Field
 
-from app.api.openapi import Schema, blueprint, problem_responses
+from app.api.openapi import blueprint, problem_responses
 from app.auth import access
 from app.context import dispatcher
 from app.request_json import parse_time
-from app.schemas.base import ResponseSchema, Time
-from app.schemas.cursors import CURSOR, decode_job_cursor
+from app.schemas.cursors import decode_job_cursor
+from app.schemas.operation_schemas import AuditEntry, AuditList, AuditQuery
 from slotkeeper import audit
-from slotkeeper.audit import ACTIONS, AuditFilter, AuditRow
+from slotkeeper.audit import AuditFilter
 
 api = blueprint("audit", "Audit", "/admin")
 api.before_request(access.require_audit)
 
 _NDJSON = "application/x-ndjson"
 _NEXT_CURSOR_HEADER = "Next-Cursor"
-_Name = Annotated[str, Field(max_length=200)]
-_TIME_SCHEMA: Any = {"format": "date-time"}
-_ACT_SCHEMA: Any = {"examples": sorted(ACTIONS)}
-
-
-class AuditQuery(Schema):
-    actor: _Name | None = Field(None, description="The name of the key that asked for the act.")
-    act: str | None = Field(None, description="The kind of act, such as `server.drain`.", json_schema_extra=_ACT_SCHEMA)
-    job_id: _Name | None = Field(None, description="The job that was changed.")
-    model: _Name | None = None
-    server: _Name | None = None
-    tenant: _Name | None = None
-    since: str | None = Field(
-        None, max_length=40, description="Only acts at or after this time.", json_schema_extra=_TIME_SCHEMA
-    )
-    until: str | None = Field(
-        None, max_length=40, description="Only acts before this time.", json_schema_extra=_TIME_SCHEMA
-    )
-    limit: int = Field(50, ge=1, le=1000)
-    cursor: str | None = Field(None, max_length=20, json_schema_extra={"pattern": f"^{CURSOR}$"})
-
-
-class AuditEntry(ResponseSchema, source=AuditRow):
-    id: int = Field(description="The id of the event.")
-    act: str
-    at: Time
-    actor: str = Field(description="The name of the key that asked for it.")
-    interface: str | None = Field(description="REST, page, command line, Celery, or the process itself.")
-    origin: str | None = Field(description="The network address that asked for it.")
-    reason: str | None
-    job_id: str | None
-    model: str | None
-    server: str | None
-    tenant: str | None
-    data: dict[str, Any] = Field(description="Further details of the act.")
-
-
-class AuditList(ResponseSchema):
-    acts: list[AuditEntry]
-    next_cursor: str | None
 
 
 @api.get("/audit", responses={200: AuditList, **problem_responses(422)})

@@ -1,66 +1,20 @@
 """Batches: jobs that were submitted together.  A tenant sees its own batches; an administrator sees all."""
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from app.api.openapi import Schema, blueprint, problem_responses, response_of
+from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import visible_tenant
 from app.context import dispatcher
-from app.schemas.base import From, ResponseSchema, Time
-from app.schemas.cursors import BATCH, batch_filter
+from app.schemas.cursors import batch_filter
+from app.schemas.job_schemas import BatchCancelResult, BatchList, BatchPath, BatchQuery, BatchView, _count_waiting
 from routing.queries import job_list
 from routing.queries.job_list import Batch
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.jobs.states import State
 from tasks.services import database
 
 api = blueprint("batches", "Batches", "/queue/batches")
 
 _CANCEL_TIME_S = 5.0  # how long one request cancels jobs
-_BATCH_SCHEMA: Any = {"pattern": f"^{BATCH}$"}
-
-
-class BatchQuery(Schema):
-    limit: int = Field(20, ge=1, le=50)
-    cursor: str | None = Field(
-        None, max_length=36, description="next_cursor of the page before.", json_schema_extra=_BATCH_SCHEMA
-    )
-
-
-class BatchPath(Schema):
-    batch: str = Field(json_schema_extra=_BATCH_SCHEMA)
-
-
-class BatchView(ResponseSchema, source=Batch):
-    """The progress of a batch.  Jobs that were removed, by retention or by an operator, are not counted."""
-
-    batch: Annotated[str, From("id")]
-    tenant: str
-    status: Annotated[
-        Literal["active", "ended"], From(lambda batch: "ended" if batch.ended == batch.jobs else "active")
-    ] = Field(description="ended: all of its jobs have ended.")
-    jobs: int
-    ended: int
-    by_state: dict[str, int] = Field(description="Number of jobs in each state; states without jobs are left out.")
-    created_at: Time
-    completed_at: Annotated[Time | None, From("finished_ms")] = Field(
-        description="When the last of its jobs ended; null: not all have ended."
-    )
-
-
-class BatchList(ResponseSchema):
-    batches: list[BatchView]
-    next_cursor: str | None
-
-
-class BatchCancelResult(ResponseSchema):
-    """What was done with the jobs that had not ended."""
-
-    batch: str
-    canceled: int = Field(description="Waiting jobs that were canceled.")
-    canceling: int = Field(description="Running jobs whose servers were asked to stop.")
-    remaining: int = Field(description="Waiting jobs that are left; repeat the request until it is 0.")
 
 
 @api.get("", responses={200: BatchList, **problem_responses(422)})
@@ -99,10 +53,6 @@ def cancel_batch(path: BatchPath) -> tuple[dict[str, Any], int]:
     remaining = 0 if done.is_complete else _count_waiting(_visible_batch(batch.id))
     result = BatchCancelResult.build(batch=batch.id, canceled=done.canceled, canceling=done.asked, remaining=remaining)
     return result, 200 if done.is_complete else 202
-
-
-def _count_waiting(batch: Batch) -> int:
-    return batch.by_state.get(State.QUEUED, 0) + batch.by_state.get(State.DELAYED, 0)
 
 
 def _visible_batch(batch_id: str) -> Batch:

@@ -2,33 +2,19 @@
 
 from typing import Any
 
-from pydantic import Field
-
 from app.api.catalog_changes import admin_blueprint
 from app.api.job_views import visible_job
-from app.api.openapi import Schema, problem_responses
+from app.api.openapi import problem_responses
 from app.context import dispatcher
-from app.job_answers import JobList, JobView
 from app.request_deadline import answered_in_time
-from app.schemas.base import ResponseSchema
 from app.schemas.cursors import decode_job_cursor, encode_job_cursor, model_filter
-from app.schemas.job_schemas import MODEL_NAME, DlqQuery, JobPath
+from app.schemas.job_schemas import DlqQuery, JobList, JobPath, JobView, RetryAllQuery, RetryAllResult
 from routing.queries import job_list
 from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
 
 api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
-
-
-class RetryAllQuery(Schema):
-    model: str | None = Field(None, description="Only the jobs of this model.", json_schema_extra=MODEL_NAME)
-
-
-class RetryAllResult(ResponseSchema):
-    retried: int
-    more: bool = Field(description="Dead jobs are left that can be queued again: repeat the request.")
-    left_out: int = Field(description="Dead jobs that stay, because their models were removed; 1,000 at most.")
 
 
 _MAX_RETRIED = 500  # jobs that one request queues again

@@ -11,22 +11,12 @@ from app.api.catalog_changes import queue_counts
 from app.api.openapi import blueprint, problem_responses
 from app.auth.access import metrics_access
 from app.context import dispatcher
-from app.schemas.base import ResponseSchema
-from app.schemas.job_schemas import ModelPath
+from app.schemas.model_schemas import ModelPath
+from app.schemas.operation_schemas import ModelStats
 from routing.queries import gauges
 from slotkeeper.errors import NotFound
 
 api = blueprint("figures", "Operation")
-
-
-class ModelStats(ResponseSchema):
-    """A model's load.  `active` is `queued` and `running` together."""
-
-    model: str
-    queued: int
-    running: int
-    active: int
-    slots: int
 
 
 @api.get(

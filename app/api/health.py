@@ -5,7 +5,7 @@ from typing import Any
 from app.api.openapi import blueprint, response_of
 from app.auth.access import public
 from app.context import context
-from app.job_answers import LivenessView, PartStatus, ReadinessView
+from app.schemas.operation_schemas import LivenessView, PartStatus, ReadinessView
 
 api = blueprint("health", "Operation", keyed=False)
 

@@ -8,21 +8,23 @@ from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
-from app.job_answers import (
+from app.request_deadline import answered_in_time
+from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
+from app.schemas.job_schemas import (
     AttemptList,
     AttemptView,
     CancelResult,
     ExplanationView,
     JobDetail,
     JobList,
+    JobPath,
     JobView,
+    ListQuery,
+    WaitQuery,
     estimate_basis,
     estimated_start_s,
     queue_position,
 )
-from app.request_deadline import answered_in_time
-from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
-from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
 from routing.queries import explain, job_list, short_ids
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position

@@ -4,7 +4,7 @@ from typing import Any
 
 from app.api.catalog_changes import admin_blueprint
 from app.context import dispatcher
-from app.job_answers import LedgerView
+from app.schemas.operation_schemas import LedgerView
 from slotkeeper.jobs import ledger
 
 api = admin_blueprint("ledger", "Operation", "/admin")

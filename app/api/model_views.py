@@ -11,12 +11,10 @@ from app.api.openapi import problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.describing import validate_description
-from app.kinds import DescriptionSchema
-from app.problems import know_fields
-from app.removal import RemovalQuery, RemovalView
-from app.schemas import server_schemas
-from app.schemas.job_schemas import ConfigBody, ModelPath, StateBody
-from app.schemas.server_schemas import ConfigView, ModelDetail, ModelList, ModelView
+from app.schemas import model_schemas
+from app.schemas.base import StateBody
+from app.schemas.model_schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView
+from app.schemas.server_schemas import DescriptionSchema, RemovalQuery, RemovalView
 from routing.admission.submission import check_name
 from routing.maintenance.decommission import forget_model
 from routing.queries.model_status import read_model_load
@@ -31,8 +29,6 @@ from tasks.services import catalog, database
 
 api = admin_blueprint("models", "Models", "/admin")
 
-know_fields("ConfigBody", ConfigBody.model_fields)
-
 
 @api.get("/models", responses={200: ModelList})
 def list_models() -> dict[str, Any]:
@@ -42,7 +38,7 @@ def list_models() -> dict[str, Any]:
     with suppress(RedisError):
         counts = queue_counts(snapshot.fleets())
     models = sorted(snapshot.models.values(), key=lambda model: model.name)
-    views = [server_schemas.model_view(model, snapshot, counts.get(model.fleet)) for model in models]
+    views = [model_schemas.model_view(model, snapshot, counts.get(model.fleet)) for model in models]
     return ModelList.build(models=views)
 
 
@@ -59,7 +55,7 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     snapshot = dispatcher().catalog.get()
     if snapshot.is_being_removed(model.name):
         remaining = catalog_removal.count_active_jobs(database(), model.name)
-    return server_schemas.model_detail(model, snapshot, load, remaining)
+    return model_schemas.model_detail(model, snapshot, load, remaining)
 
 
 @api.patch("/models/<path:model>", responses={200: ModelView, **problem_responses(400, 404, 413, 415, 422)})
@@ -114,7 +110,7 @@ def keep_model(path: ModelPath) -> dict[str, Any]:
 @api.get("/model-configs/<path:model>", responses={200: ConfigView, **problem_responses(404)})
 def get_config(path: ModelPath) -> dict[str, Any]:
     """Show a model's configuration, and which of its fields differ from the defaults."""
-    return server_schemas.config_view(known_model(path.model), dispatcher().catalog.get())
+    return model_schemas.config_view(known_model(path.model), dispatcher().catalog.get())
 
 
 @api.get("/description-schema", responses={200: DescriptionSchema})
@@ -145,13 +141,13 @@ def _model_response(model: Model) -> dict[str, Any]:
     counts = None
     with suppress(RedisError):
         counts = queue_counts([model.fleet]).get(model.fleet)
-    return server_schemas.model_view(model, dispatcher().catalog.get(), counts)
+    return model_schemas.model_view(model, dispatcher().catalog.get(), counts)
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     model = catalog().configure(name, overrides, now_ms(), validate_description(name, overrides))
     refresh_redis(model.fleet)
-    return server_schemas.config_view(model, dispatcher().catalog.get())
+    return model_schemas.config_view(model, dispatcher().catalog.get())
 
 
 def known_model(name: str) -> Model:

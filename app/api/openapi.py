@@ -1,18 +1,18 @@
 """All use of flask-openapi: the blueprints, the responses of views, and the OpenAPI document."""
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import orjson
 from flask import Flask, Response
 from flask.json.provider import JSONProvider
 from flask_openapi import APIBlueprint, Info, OpenAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from werkzeug.routing import BaseConverter
 
 from app.problems import CONTENT_TYPE, validation_problem
 from app.request_json import JsonRequest
+from app.schemas.base import Problem
 from routing.admission.constraints import NAME_PATTERN
 from routing.admission.submission import MAX_KEY_LENGTH
 from slotkeeper import json_text
@@ -37,38 +37,6 @@ _STATUSES = (403, 421, 422, 500)  # of each view
 _KEYED_STATUSES = (401, 403, 421, 422, 500, 503)  # of each view that requires a key
 _HEADERS = "x-headers"  # openapi_document moves them to the parameters.
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
-
-
-class Schema(BaseModel):
-    """Base of request bodies, paths and queries.  Caches its schema, which flask-openapi reads at each request."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    @classmethod
-    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _schema(cls, args, tuple(sorted(kwargs.items())))
-
-
-@cache
-def _schema(model: type[BaseModel], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    schema: dict[str, Any] = BaseModel.model_json_schema.__func__(model, *args, **dict(kwargs))  # type: ignore[attr-defined]
-    return schema
-
-
-class Problem(Schema):
-    """An error, in the format of RFC 9457."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    code: str
-    field: str | None = None
-    errors: list[dict[str, str]] | None = None
-    index: int | None = None
 
 
 class _OrjsonProvider(JSONProvider):

@@ -8,7 +8,7 @@ from app.addresses import validate_endpoint
 from app.api.catalog_changes import admin_blueprint
 from app.api.openapi import problem_responses
 from app.context import dispatcher
-from app.kinds import (
+from app.schemas.server_schemas import (
     ExchangeView,
     HealthReport,
     OutdatedPreset,

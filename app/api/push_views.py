@@ -7,10 +7,9 @@ from flask import request
 from app.api.openapi import blueprint, optional_headers, problem_responses, response_of
 from app.auth.access import own_auth
 from app.context import context, dispatcher
-from app.job_answers import PushResult
 from app.problems import ProblemError
 from app.request_json import read_body
-from app.schemas.job_schemas import JobPath
+from app.schemas.job_schemas import JobPath, PushResult
 from routing.dispatch.outcome import OutcomeKind
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Job

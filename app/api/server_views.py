@@ -12,16 +12,21 @@ from app.api.openapi import problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.describing import validate_description
-from app.kinds import ServerCheck, check_result
-from app.removal import RemovalView, ServerRemovalQuery
-from app.schemas.job_schemas import RegisterBody, ReleaseSlotsBody, ServerPath, StateBody
+from app.schemas.base import StateBody
 from app.schemas.server_schemas import (
     FleetView,
     QuarantinedSlotView,
+    RegisterBody,
+    ReleaseSlotsBody,
+    RemovalView,
+    ServerCheck,
     ServerDetail,
     ServerList,
+    ServerPath,
+    ServerRemovalQuery,
     ServerStatusView,
     ServerView,
+    check_result,
 )
 from routing.admission.constraints import parse_attributes, parse_model_attributes
 from routing.admission.submission import check_name

@@ -1,58 +1,18 @@
 """Streams of server-sent events.  A tenant follows its own jobs; an administrator follows all."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
 from flask import Response, request
-from pydantic import Field
 
 from app.api.job_views import visible_job
-from app.api.openapi import Schema, blueprint, optional_headers, problem_responses
+from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import EventFilter, FollowEvents, defer
-from app.job_answers import JobEvent
-from app.schemas.cursors import BATCH, NUMBER, PROGRESS_ID, model_filter, parse_event_id, parse_progress_id
-from app.schemas.job_schemas import MODEL_NAME, JobPath
-from slotkeeper.jobs.events import EVENT_TYPES
+from app.schemas.cursors import NUMBER, PROGRESS_ID, model_filter, parse_event_id, parse_progress_id
+from app.schemas.event_schemas import _MAX_ID_CHARS, JobEvent, JobStreamQuery, ProgressEvent, StreamQuery
+from app.schemas.job_schemas import JobPath
 from slotkeeper.outbox import event_reader
 
 api = blueprint("streams", "Streams")
-
-if TYPE_CHECKING:
-    EventType = str
-else:
-    EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
-_AFTER = "The last `id` that the client has: the stream goes on after it.  The header Last-Event-ID takes precedence."
-_ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
-_Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
-
-_MAX_ID_CHARS = 59  # characters of an id in a job's stream
-
-
-class JobStreamQuery(Schema):
-    after: str | None = Field(
-        None, max_length=_MAX_ID_CHARS, description=_AFTER, json_schema_extra={"pattern": f"^{PROGRESS_ID}$"}
-    )
-
-
-class StreamQuery(Schema):
-    after: str | None = Field(None, max_length=19, description=_AFTER, json_schema_extra={"pattern": f"^{NUMBER}$"})
-    model: list[_ModelName] = Field([], max_length=100, description="Only events of these models.")
-    batch: list[_Batch] = Field([], max_length=100, description="Only events of jobs in these batches.")
-    type: list[EventType] = Field([], max_length=20, description="Only events of these types.")
-
-
-class ProgressEvent(Schema):
-    """What the job's server reports while it runs the job, as an event `progress`."""
-
-    job_id: str
-    attempt: int = Field(description="The attempt that it belongs to.")
-    offset: int | None = Field(
-        None, description="Characters, or pieces, of the result that came before.  0: the result begins, or restarts."
-    )
-    text: str | None = Field(None, description="The next part of the result's text.")
-    pieces: list[Any] | None = Field(None, description="The next pieces of the result.")
-    progress: Any = Field(None, description="The progress that the server reports.")
 
 
 _EVENT_STREAM = "text/event-stream"

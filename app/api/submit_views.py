@@ -12,11 +12,10 @@ from app import batch
 from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import current_tenant
 from app.context import context, current_request, dispatcher
-from app.job_answers import BatchReceipt, BatchReceiptItem, queue_position
-from app.job_answers import SubmitReceipt as ReceiptView
 from app.request_deadline import answered_in_time
 from app.schemas.cursors import batch_filter
-from app.schemas.job_schemas import BatchNameQuery, SubmitBody
+from app.schemas.job_schemas import BatchNameQuery, BatchReceipt, BatchReceiptItem, SubmitBody, queue_position
+from app.schemas.job_schemas import SubmitReceipt as ReceiptView
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
 from routing.dispatch.dispatcher import Dispatcher, Receipt
 from routing.queries import explain, positions

@@ -6,9 +6,8 @@ from app.api.catalog_changes import admin_blueprint, refresh_redis
 from app.api.openapi import no_store, problem_responses
 from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.schemas import server_schemas
-from app.schemas.job_schemas import TenantBody, TenantPath
-from app.schemas.server_schemas import TenantList, TenantView, WebhookSecretView
+from app.schemas import tenant_schemas
+from app.schemas.tenant_schemas import TenantBody, TenantList, TenantPath, TenantView, WebhookSecretView
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import SecretRotation, Tenant, Tenants, check_tenant_name
 from tasks.security.keyring import webhook_secrets
@@ -22,7 +21,7 @@ def list_tenants() -> dict[str, Any]:
     """List the tenants that have a key, and those that are not online."""
     keyed, states = _tenants_with_key(), dispatcher().catalog.refresh().tenants
     names = sorted(keyed.keys() | states.keys())
-    views = [server_schemas.tenant_view(name, keyed.get(name), states.get(name)) for name in names]
+    views = [tenant_schemas.tenant_view(name, keyed.get(name), states.get(name)) for name in names]
     return TenantList.build(tenants=views)
 
 
@@ -44,7 +43,7 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
         )
     snapshot = dispatcher().catalog.refresh()
     refresh_redis(*snapshot.fleets())
-    return server_schemas.tenant_view(name, _tenants_with_key().get(name), snapshot.tenants.get(name))
+    return tenant_schemas.tenant_view(name, _tenants_with_key().get(name), snapshot.tenants.get(name))
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
@@ -65,7 +64,7 @@ def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
 
 def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
     now = now_ms()
-    return server_schemas.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
+    return tenant_schemas.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
 def _tenants_with_key() -> dict[str, Tenant]:

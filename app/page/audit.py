@@ -5,9 +5,9 @@ from typing import Any
 from flask import request
 
 from app.api import audit_views as audit_api
-from app.api.audit_views import AuditQuery
 from app.page.login import page_view
 from app.page.rendering import render_page
+from app.schemas.operation_schemas import AuditQuery
 from slotkeeper.audit import ACTIONS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")

@@ -6,10 +6,9 @@ from flask import redirect, request
 
 from app.api import batches as batches_api
 from app.api import job_views as jobs_api
-from app.api.batches import BatchPath, BatchQuery
 from app.page.login import page_view
 from app.page.rendering import render_page, segment
-from app.schemas.job_schemas import ListQuery
+from app.schemas.job_schemas import BatchPath, BatchQuery, ListQuery
 
 
 @page_view("/page/batches")

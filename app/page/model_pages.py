@@ -12,7 +12,7 @@ from app.page.login import page_view
 from app.page.overview_pages import last_hour
 from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
-from app.schemas.job_schemas import ModelPath
+from app.schemas.model_schemas import ModelPath
 from routing.queries.explain import explain_job
 from routing.queries.model_overview import read_overview, read_slots
 from routing.queries.model_status import read_lanes

@@ -8,12 +8,13 @@ from werkzeug.exceptions import NotFound
 
 from app.api import model_views as models_api
 from app.api import server_views as servers_api
-from app.api.stream_views import StreamQuery, stream_events
+from app.api.stream_views import stream_events
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.page import plots
 from app.page.login import page_view
 from app.page.rendering import MEDIA_TYPES, content, render_page
+from app.schemas.event_schemas import StreamQuery
 from routing.queries import model_overview
 from routing.queries.model_overview import LastHourUsage, ModelOverview, SlotState
 from slotkeeper.clock import now_ms

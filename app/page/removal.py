@@ -12,8 +12,8 @@ from app.context import dispatcher
 from app.page.login import page_view, problem_of
 from app.page.rendering import render_page, segment
 from app.page.visitor import form
-from app.removal import RemovalQuery, ServerRemovalQuery
-from app.schemas.job_schemas import ModelPath, ServerPath
+from app.schemas.model_schemas import ModelPath
+from app.schemas.server_schemas import RemovalQuery, ServerPath, ServerRemovalQuery
 from slotkeeper.errors import NotFound, SlotkeeperError
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry import catalog_removal

@@ -9,7 +9,7 @@ from app.context import dispatcher
 from app.page.login import page_view
 from app.page.rendering import render_page, segment
 from app.page.visitor import state_body
-from app.schemas.job_schemas import ServerPath
+from app.schemas.server_schemas import ServerPath
 from routing.queries.explain import explain_idle_server
 from routing.queries.model_overview import read_slots
 from tasks.services import workers

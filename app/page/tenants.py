@@ -9,7 +9,7 @@ from app.context import dispatcher
 from app.page.login import page_view
 from app.page.rendering import render_page
 from app.page.visitor import form, state_body
-from app.schemas.job_schemas import TenantBody, TenantPath
+from app.schemas.tenant_schemas import TenantBody, TenantPath
 
 
 @page_view("/page/tenants", admin=True)

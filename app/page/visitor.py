@@ -5,7 +5,7 @@ from werkzeug.datastructures import MultiDict
 
 from app.auth import access, session_cookie
 from app.auth.access import current_tenant
-from app.schemas.job_schemas import StateBody
+from app.schemas.base import StateBody
 from tasks.security.keyring import session_keys
 
 THEME_COOKIE = "slotkeeper_theme"

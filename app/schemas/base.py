@@ -10,16 +10,68 @@
 `BatchView.build(batch, notice=None)` returns the response body as a dict.  /openapi.json describes the same class.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from app.api.openapi import Schema
+from routing.admission.job_request import MODEL_PATTERN
 from slotkeeper import clock
+
+
+class Schema(BaseModel):
+    """Base of request bodies, paths and queries.  Caches its schema, which flask-openapi reads at each request."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _schema(cls, args, tuple(sorted(kwargs.items())))
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        remember_fields(cls)
+
+
+_fields: dict[str, tuple[str, ...]] = {}
+
+
+def remember_fields(model: type[BaseModel]) -> None:
+    """Remember the fields of a request, so that the error for an unknown field suggests the closest one."""
+    _fields[model.__name__] = tuple(model.model_fields)
+
+
+def known_fields(title: str) -> tuple[str, ...]:
+    """Return the fields of the request body, path or query of this name; pydantic's errors have the name."""
+    return _fields.get(title, ())
+
+
+@cache
+def _schema(model: type[BaseModel], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    schema: dict[str, Any] = BaseModel.model_json_schema.__func__(model, *args, **dict(kwargs))  # type: ignore[attr-defined]
+    return schema
+
+
+class Problem(Schema):
+    """An error, in the format of RFC 9457."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    field: str | None = None
+    errors: list[dict[str, str]] | None = None
+    index: int | None = None
+
 
 Reader: TypeAlias = Callable[[Any], Any]
 
@@ -149,3 +201,78 @@ def _convert_values(convert: Reader | None) -> Reader:
     if convert is None:
         return lambda values: {str(name): value for name, value in values.items()}
     return lambda values: {str(name): convert(value) for name, value in values.items()}
+
+
+AdminStateName = Literal["online", "paused", "draining", "frozen"]
+
+
+_REASON: Any = Field(
+    None, max_length=500, description="The reason for the state; shown with it.", examples=["new driver"]
+)
+
+
+MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
+
+
+_MAX_UNKNOWN_FIELDS = 20
+
+
+class BodySchema(Schema):
+    """Base class of request bodies: unknown fields are refused, and values are not converted to another type."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize_input(cls, body: Any) -> Any:
+        return integral_floats_to_int(drop_excess_unknown(body, cls.model_fields))
+
+
+def integral_floats_to_int(body: Any) -> Any:
+    """Convert floats without a fraction to int: JSON does not distinguish 7 from 7.0."""
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in body.items()
+    }
+
+
+def drop_excess_unknown(body: Any, known: Collection[str]) -> Any:
+    """Keep only the first unknown fields: a few are enough to refuse the body, and each lengthens the error."""
+    if not isinstance(body, dict) or len(body) <= len(known) + _MAX_UNKNOWN_FIELDS:
+        return body
+    unknown = islice((name for name in body if name not in known), _MAX_UNKNOWN_FIELDS)
+    return {name: body[name] for name in (*unknown, *known) if name in body}
+
+
+class StateBody(BodySchema):
+    """The new state of a server or a model."""
+
+    state: AdminStateName
+    reason: str | None = _REASON
+
+
+class StateView(ResponseSchema):
+    """The state of a server, a model or a tenant."""
+
+    state: AdminStateName = Field(
+        description="Model or tenant: `paused`: jobs are accepted and none is started.  `draining`: no job is "
+        "accepted, and accepted jobs are started.  `frozen`: no job is accepted and none is started.  Server: only "
+        "`online` starts new runs; in every state its current runs continue to their end."
+    )
+    reason: str | None
+    changed_by: str | None = Field(description="The tenant that set this state.")
+    changed_at: Time | None
+
+
+class RemovalProgress(ResponseSchema):
+    """The removal of a server or model: it gets no new jobs, and is deleted when its jobs have ended."""
+
+    since: Time
+    by: str | None
+    remaining: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
+
+
+def seconds(ms: int) -> float:
+    """Convert milliseconds to seconds, rounded to 0.1 s."""
+    return round(ms / 1000, 1)

@@ -3,71 +3,25 @@
 The schemas check types and sizes.  The use case checks further rules, and its error names the field too.
 """
 
-from collections.abc import Collection
-from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+import orjson
+from pydantic import Field
 
-from app.api.openapi import Schema
+from app.schemas.base import MODEL_NAME, PROVIDED, BodySchema, From, ResponseSchema, Schema, Time, seconds
 from app.schemas.cursors import BATCH, CURSOR
-from routing.admission.constraints import CHOICE_SCHEMAS, VALUE_PATTERN
-from routing.admission.job_request import MODEL_PATTERN, JobRequest
-from routing.admission.labels import MAX_LABELS
-from slotkeeper.jobs.states import State
-from slotkeeper.registry.model_config import ModelConfig
-from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
-from tasks.servers import from_shorthand
+from routing.admission.constraints import decode_constraints
+from routing.admission.job_request import JobRequest
+from routing.admission.labels import MAX_LABELS, decode_labels
+from routing.queries import explain, job_timeline
+from routing.queries.job_list import Batch
+from routing.queries.positions import QueuePosition, StartEstimate
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.values import AcceptedJob, Job
+from slotkeeper.registry.tenants import PRINTABLE_PATTERN
+from slotkeeper.urls import mask_url
 
-AdminStateName = Literal["online", "paused", "draining", "frozen"]
-
-_REASON: Any = Field(
-    None, max_length=500, description="The reason for the state; shown with it.", examples=["new driver"]
-)
-MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
-_VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
-_Attributes = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": 50,
-            "additionalProperties": {"anyOf": CHOICE_SCHEMAS},
-        }
-    ),
-]
-
-
-_MAX_UNKNOWN_FIELDS = 20
-
-
-class BodySchema(Schema):
-    """Base class of request bodies: unknown fields are refused, and values are not converted to another type."""
-
-    model_config = ConfigDict(strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normalize_input(cls, body: Any) -> Any:
-        return _integral_floats_to_int(_drop_excess_unknown(body, cls.model_fields))
-
-
-def _integral_floats_to_int(body: Any) -> Any:
-    """Convert floats without a fraction to int: JSON does not distinguish 7 from 7.0."""
-    if not isinstance(body, dict):
-        return body
-    return {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in body.items()
-    }
-
-
-def _drop_excess_unknown(body: Any, known: Collection[str]) -> Any:
-    """Keep only the first unknown fields: a few are enough to refuse the body, and each lengthens the error."""
-    if not isinstance(body, dict) or len(body) <= len(known) + _MAX_UNKNOWN_FIELDS:
-        return body
-    unknown = islice((name for name in body if name not in known), _MAX_UNKNOWN_FIELDS)
-    return {name: body[name] for name in (*unknown, *known) if name in body}
 
 
 # -- jobs --------------------------------------------------------------------------------------------------
@@ -131,115 +85,294 @@ class DlqQuery(Schema):
 # -- servers and models ------------------------------------------------------------------------------------
 
 
-class RegisterBody(BodySchema):
-    """A server that serves a model."""
+NextStep = Literal["starting", "waiting", "later", "unknown"]
 
-    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
-    server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=MODEL_NAME)
-    endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
-    slots: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="Number of jobs that the server runs at the same time, for all its models together; initially 1.  "
-        "If omitted, it is not changed.",
+
+_ESTIMATE: Any = Field(
+    description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
+    "slots of its model.  null: no run was measured, or it cannot start at present."
+)
+
+
+_NEXT_STEP: Any = Field(
+    description="What the job does next.  `starting`: it has a slot and is being started.  `waiting`: it is in the "
+    "queue, at `position`.  `later`: it is delayed.  `unknown`: Redis is unavailable, or the job is not in the queue "
+    "yet.  null: it has started or ended; see `status`."
+)
+
+
+_POSITION: Any = Field(
+    description="Position in the queue; 1: next.  null: it is not in the queue, or the position is not known now."
+)
+
+
+_NOTICE: Any = Field(description="Why it cannot start at present, such as constraints that no registered server meets.")
+
+
+# The codes of dead jobs; `last_code` is the code of the last attempt.
+_DEAD_CODES = {Reason.RETRIES_EXHAUSTED: "max_retries_exceeded", Reason.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
+
+
+def estimated_start_s(estimate: StartEstimate | None) -> float | None:
+    """Return when a job should start, in seconds from now; None: there is no estimate."""
+    return None if estimate is None else seconds(estimate.start_ms)
+
+
+def next_step(state: State, position: QueuePosition) -> str | None:
+    """Return what a job does next, in one word; None: it has started or ended."""
+    match state:
+        case State.DELAYED:
+            return "later"
+        case State.QUEUED if position.offered:
+            return "starting"
+        case State.QUEUED:
+            return "unknown" if position.position is None else "waiting"
+        case _:
+            return None
+
+
+def queue_position(state: State, position: QueuePosition) -> dict[str, Any]:
+    """Return the next step of a job, its position and its estimated start, as fields of JobDetail and SubmitReceipt."""
+    return {
+        "next_step": next_step(state, position),
+        "position": position.position,
+        "estimated_start_s": estimated_start_s(position.estimate),
+    }
+
+
+def job_error(job: Job) -> dict[str, Any] | None:
+    """Return JobError of a job or of its last attempt; None: there was no error."""
+    if job.error_code is None:
+        return None
+    code = _DEAD_CODES.get(job.why) if job.state is State.DEAD else None
+    if code is None:
+        return JobError.build(code=job.error_code, message=job.error_message, last_code=None)
+    return JobError.build(code=code, message=job.error_message, last_code=job.error_code)
+
+
+def _server_or_slot(job: Job, name: str | None) -> str | None:
+    """Return `name`, a server or slot, if the job has it or had it at its end."""
+    return name if job.state is State.RUNNING or job.state in FINAL_STATES else None
+
+
+class SubmitReceipt(ResponseSchema, source=AcceptedJob):
+    """An accepted job: it is in the database."""
+
+    job_id: Annotated[str, From("id")]
+    status: Annotated[State, From("state")]
+    next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
+    position: Annotated[int | None, PROVIDED] = _POSITION
+    deduplicated: bool = Field(description="Whether it was already accepted, with the same Idempotency-Key.")
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    notice: Annotated[str | None, PROVIDED] = _NOTICE
+    links: Annotated[dict[str, str], PROVIDED]
+
+
+class BatchReceiptItem(ResponseSchema, source=AcceptedJob):
+    job_id: Annotated[str, From("id")]
+    status: Annotated[State, From("state")]
+    deduplicated: bool
+    notice: Annotated[str | None, PROVIDED] = _NOTICE
+
+
+class BatchReceipt(ResponseSchema):
+    """The accepted jobs of a batch, in the order of the request."""
+
+    batch: str | None = Field(
+        description="Name of the batch, for /queue/batches.  If all jobs were already accepted: the batch of the first."
     )
-    attributes: _Attributes | None = Field(
-        None,
-        description="Attributes that constraints of jobs can name: each a string, a number, or a list of strings.  If "
-        "omitted, they are not changed.",
-        examples=[{"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}],
-    )
-    weight: float | None = Field(
-        None,
-        ge=0.001,
-        le=1000,
-        description="Preference among servers: higher is chosen more often; initially 1.  If omitted, it "
-        "is not changed.",
-    )
-    model_version: str | None = Field(
-        None,
-        description="Version of the model on this server; constraints of jobs can name it.",
-        examples=["2.1"],
-        json_schema_extra=_VALUE,
-    )
-    runtime: str | None = Field(
-        None,
-        description="Software that runs the model on this server; constraints of jobs can name it.",
-        json_schema_extra=_VALUE,
-    )
-    preset: str | None = Field(
-        None,
-        max_length=100,
-        description="The preset that describes how to call this server for this model, instead of the one in the "
-        "model's configuration.  If omitted, it is not changed; null: the model's configuration applies.",
-    )
-    description: dict[str, Any] | None = Field(
-        None,
-        description="How to call this server for this model, instead of `preset`.  With `preset`: the differences "
-        "from it.",
+    accepted: int = Field(description="Number of jobs that were not already accepted.")
+    jobs: list[BatchReceiptItem]
+
+
+class JobError(ResponseSchema):
+    code: str
+    message: str | None
+    last_code: str | None = Field(
+        None, description="Code of the last attempt, if `code` says why there is no further attempt."
     )
 
 
-class ReleaseSlotsBody(BodySchema):
-    """The quarantined slots of a server to release."""
+class JobView(ResponseSchema, source=Job):
+    """The current state of a job."""
 
-    slot: str | None = Field(None, description="One slot, such as `gpu1-slot0`; if omitted, all.")
-
-
-class StateBody(BodySchema):
-    """The new state of a server or a model."""
-
-    state: AdminStateName
-    reason: str | None = _REASON
-
-
-class TenantBody(BodySchema):
-    """The new state of a tenant, and its limits.  Omitted fields are not changed."""
-
-    state: AdminStateName | None = None
-    reason: str | None = _REASON
-    rate_per_s: int | None = Field(
-        None, ge=1, le=1_000_000, description="Jobs that may be submitted per second; null: no limit."
+    job_id: Annotated[str, From("id")]
+    model: str
+    status: Annotated[State, From("state")]
+    why: str = Field(description="Reason of its last transition.")
+    priority: int
+    constraints: Annotated[dict[str, Any], From(lambda job: decode_constraints(job.constraints))]
+    labels: Annotated[dict[str, str], From(lambda job: decode_labels(job.labels))]
+    tenant: str
+    batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")
+    attempts: int = Field(description="Number of runs that were started on a server.")
+    failures: int = Field(description="Failed attempts, which count towards `max_retries`.")
+    crashes: int = Field(description="Attempts that ended by a crash, which count towards `max_crashes`.")
+    server: Annotated[str | None, From(lambda job: _server_or_slot(job, job.server))]
+    slot: Annotated[str | None, From(lambda job: _server_or_slot(job, job.slot))]
+    error: Annotated[JobError | None, From(lambda job: job_error(job) if job.state in FINAL_STATES else None)] = Field(
+        description="Why it ended without a result."
     )
-    burst: int | None = Field(
-        None, ge=1, le=1_000_000, description="Jobs that may be submitted at once; requires a rate."
+    last_error: Annotated[JobError | None, From(lambda job: None if job.state in FINAL_STATES else job_error(job))] = (
+        Field(description="Error of the last attempt, if the job has not ended.")
+    )
+    cancel_requested: Annotated[bool, From(lambda job: job.cancel_requested_ms is not None)]
+    callback_url: Annotated[str | None, From(lambda job: job.callback_url and mask_url(job.callback_url))] = Field(
+        description="Without user, password and the values of the query, which may be keys."
+    )
+    created_at: Time
+    started_at: Time | None
+    completed_at: Annotated[Time | None, From("finished_ms")]
+    not_before: Annotated[Time | None, From("due_ms")] = Field(description="When a delayed job is queued.")
+    deadline: Time | None
+
+
+class JobDetail(JobView):
+    """A job with its position in the queue or its result."""
+
+    next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
+    position: Annotated[int | None, PROVIDED] = _POSITION
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    # Copied as JSON text, without parsing.
+    result: Annotated[Any, From(lambda job: None if job.result is None else orjson.Fragment(job.result))]
+
+
+class BlockerView(ResponseSchema, source=explain.Blocker):
+    """One reason why a job waits."""
+
+    code: str = Field(description="Stable code for programs.")
+    sentence: str
+    subject: str | None = Field(description="The server, model or tenant that causes it.")
+    until: Time | None = Field(description="When it may end.")
+
+
+class EstimateBasis(ResponseSchema, source=StartEstimate):
+    """The values that an estimated start was computed from."""
+
+    jobs_before: int = Field(description="Number of jobs of its model before it in the queue.")
+    mean_run_s: Annotated[float, From(lambda estimate: seconds(estimate.run_ms))] = Field(
+        description="Mean slot time of its model's latest runs."
+    )
+    slots: int = Field(description="Number of slots of its model.")
+
+
+def estimate_basis(estimate: StartEstimate | None) -> dict[str, Any] | None:
+    """Return EstimateBasis; None: nothing was computed."""
+    return None if estimate is None or estimate.run_ms is None else EstimateBasis.build(estimate)
+
+
+class ExplanationView(ResponseSchema, source=explain.Explanation):
+    """Why a job waits."""
+
+    job_id: Annotated[str, PROVIDED]
+    status: Annotated[State, PROVIDED]
+    sentence: str = Field(description="All reasons in one sentence.")
+    waits_for: list[BlockerView]
+    ahead: int | None = Field(description="Number of jobs of its model before it; null: it is not in the queue.")
+    before: list[str] = Field(
+        description="Up to five jobs of its tenant and priority directly before it, the nearest last."
+    )
+    policy: str | None
+    longest_overtaking_s: float | None = Field(
+        description="It may be overtaken by jobs accepted at most so many seconds later; null: no bound."
+    )
+    servers: Annotated[
+        dict[str, str | None],
+        From(lambda explanation: {name: why or None for name, why in explanation.servers.items()}),
+    ] = Field(description="Server of its model -> why the server cannot take the job now; null: it can.")
+    estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    estimate_basis: Annotated[EstimateBasis | None, PROVIDED] = Field(
+        description="null: the job has a slot, or there is no estimate."
     )
 
-    @property
-    def limits(self) -> dict[str, int | None]:
-        """The limits in the body, by name."""
-        return {name: getattr(self, name) for name in ("rate_per_s", "burst") if name in self.model_fields_set}
+
+class JobList(ResponseSchema):
+    jobs: list[JobView]
+    next_cursor: str | None = Field(description="null: this is the last page.")
 
 
-class ServerPath(Schema):
-    server: str = Field(json_schema_extra=MODEL_NAME)
+class AttemptView(ResponseSchema, source=job_timeline.Attempt):
+    attempt: int
+    server: str | None
+    slot: str | None
+    started_at: Time
+    ended_at: Time | None
+    outcome: str | None = Field(description="Reason of the transition that ended the attempt; null: it is running.")
+    error: Annotated[
+        JobError | None, From(lambda attempt: attempt.error and JobError.build(**attempt.error, last_code=None))
+    ]
 
 
-class ModelPath(Schema):
-    model: str = Field(json_schema_extra=MODEL_NAME)
+class AttemptList(ResponseSchema):
+    job_id: str
+    attempts: list[AttemptView]
 
 
-class TenantPath(Schema):
-    tenant: str = Field(json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"})
+class CancelResult(ResponseSchema):
+    job_id: str
+    status: Literal["canceled", "canceling"]
 
 
-class ConfigBody(ModelConfig):
-    """All overrides of a model's configuration: an omitted field gets its default."""
+class PushResult(ResponseSchema):
+    status: str = Field(
+        description="The current state of the job; `ignored`: the push does not report the end of the run."
+    )
 
-    model_config = ConfigDict(strict=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _normalize_input(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            body = {name: _integral_floats_to_int(value) for name, value in body.items()}
-        return _integral_floats_to_int(_drop_excess_unknown(body, cls.model_fields))
+_BATCH_SCHEMA: Any = {"pattern": f"^{BATCH}$"}
 
-    @field_validator("poll_endpoint_template", "id_field")
-    @classmethod
-    def _check_shorthand(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """Refuse a template or field from which a worker cannot build requests, before it is stored."""
-        template, id_field = (value, None) if info.field_name == "poll_endpoint_template" else (None, value)
-        from_shorthand("async", template, id_field)
-        return value
+
+class BatchQuery(Schema):
+    limit: int = Field(20, ge=1, le=50)
+    cursor: str | None = Field(
+        None, max_length=36, description="next_cursor of the page before.", json_schema_extra=_BATCH_SCHEMA
+    )
+
+
+class BatchPath(Schema):
+    batch: str = Field(json_schema_extra=_BATCH_SCHEMA)
+
+
+class BatchView(ResponseSchema, source=Batch):
+    """The progress of a batch.  Jobs that were removed, by retention or by an operator, are not counted."""
+
+    batch: Annotated[str, From("id")]
+    tenant: str
+    status: Annotated[
+        Literal["active", "ended"], From(lambda batch: "ended" if batch.ended == batch.jobs else "active")
+    ] = Field(description="ended: all of its jobs have ended.")
+    jobs: int
+    ended: int
+    by_state: dict[str, int] = Field(description="Number of jobs in each state; states without jobs are left out.")
+    created_at: Time
+    completed_at: Annotated[Time | None, From("finished_ms")] = Field(
+        description="When the last of its jobs ended; null: not all have ended."
+    )
+
+
+class BatchList(ResponseSchema):
+    batches: list[BatchView]
+    next_cursor: str | None
+
+
+class BatchCancelResult(ResponseSchema):
+    """What was done with the jobs that had not ended."""
+
+    batch: str
+    canceled: int = Field(description="Waiting jobs that were canceled.")
+    canceling: int = Field(description="Running jobs whose servers were asked to stop.")
+    remaining: int = Field(description="Waiting jobs that are left; repeat the request until it is 0.")
+
+
+def _count_waiting(batch: Batch) -> int:
+    return batch.by_state.get(State.QUEUED, 0) + batch.by_state.get(State.DELAYED, 0)
+
+
+class RetryAllQuery(Schema):
+    model: str | None = Field(None, description="Only the jobs of this model.", json_schema_extra=MODEL_NAME)
+
+
+class RetryAllResult(ResponseSchema):
+    retried: int
+    more: bool = Field(description="Dead jobs are left that can be queued again: repeat the request.")
+    left_out: int = Field(description="Dead jobs that stay, because their models were removed; 1,000 at most.")

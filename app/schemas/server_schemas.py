@@ -1,26 +1,49 @@
 """Response bodies for servers, models and tenants."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
-from app.job_answers import seconds
-from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
-from app.schemas.job_schemas import AdminStateName
-from routing.queries import server_status
+from app.schemas.base import (
+    MODEL_NAME,
+    PROVIDED,
+    BodySchema,
+    From,
+    RemovalProgress,
+    ResponseSchema,
+    Schema,
+    StateView,
+    Time,
+    iso_time,
+)
+from routing.admission.constraints import CHOICE_SCHEMAS, VALUE_PATTERN
+from routing.dispatch.outcome import Outcome
+from routing.queries import explain, server_status
 from routing.queries.explain import describe_quarantine
-from routing.queries.model_status import ModelLoad
 from routing.queue.fleets import QueueCounts
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.registry import catalog as registered
-from slotkeeper.registry.model_config import ConfigSource, ModelConfig, parse_overrides, resolve_inherited
-from slotkeeper.registry.policies import PRIORITIES, longest_overtaking_s, longest_wait
+from slotkeeper.registry import catalog
+from slotkeeper.registry.catalog_removal import Removal
 from slotkeeper.registry.snapshot import CatalogSnapshot
-from slotkeeper.registry.tenants import SecretRotation, Tenant
-from slotkeeper.registry.values import AdminState, Server, TenantState
+from slotkeeper.registry.values import Server
 from slotkeeper.urls import mask_url
-from tasks.server_adapters import effective_description, is_preset_outdated
+from tasks.servers import Health, HealthKind, presets, probe
+
+_VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
+
+
+_Attributes = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": 50,
+            "additionalProperties": {"anyOf": CHOICE_SCHEMAS},
+        }
+    ),
+]
+
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]
@@ -47,27 +70,6 @@ def removal(model: str, catalog: CatalogSnapshot, left: Mapping[str, int] | None
         return None
     closed = catalog.closed[model]
     return RemovalProgress.build(since=iso_time(closed.changed_ms), by=closed.changed_by, remaining=left and dict(left))
-
-
-class StateView(ResponseSchema):
-    """The state of a server, a model or a tenant."""
-
-    state: AdminStateName = Field(
-        description="Model or tenant: `paused`: jobs are accepted and none is started.  `draining`: no job is "
-        "accepted, and accepted jobs are started.  `frozen`: no job is accepted and none is started.  Server: only "
-        "`online` starts new runs; in every state its current runs continue to their end."
-    )
-    reason: str | None
-    changed_by: str | None = Field(description="The tenant that set this state.")
-    changed_at: Time | None
-
-
-class RemovalProgress(ResponseSchema):
-    """The removal of a server or model: it gets no new jobs, and is deleted when its jobs have ended."""
-
-    since: Time
-    by: str | None
-    remaining: dict[str, int] | None = Field(description="Jobs that have not ended, by state; null: not counted here.")
 
 
 class ServerView(StateView, source=Server):
@@ -181,160 +183,251 @@ class ServerList(ResponseSchema):
     fleets: list[FleetView] | None = Field(description="null: Redis is unavailable.")
 
 
-class ModelView(StateView, source=registered.Model):
-    model: Annotated[str, From("name")]
-    fleet: str
-    model_type: Annotated[str, From("config.model_type")]
-    policy: Annotated[str, From("config.policy")]
-    servers: Annotated[list[str], PROVIDED]
-    removal: Annotated[RemovalProgress | None, PROVIDED] = Field(description="null: it is not being removed.")
-    slots: Annotated[int, PROVIDED] = Field(description="Slots of the model's servers that are online.")
-    waiting: Annotated[int | None, PROVIDED] = Field(description="null: Redis is unavailable.")
+class HealthReport(ResponseSchema, source=Health):
+    """The report of a server that was requested just now."""
+
+    kind: str = Field(description="up, busy, down, foreign, garbage, unknown")
+    active_jobs: int | None = Field(description="null: it did not report it.")
+    job_ids: Annotated[
+        list[str] | None, From(lambda health: None if health.job_ids is None else sorted(health.job_ids))
+    ]
+    message: str
 
 
-class ModelList(ResponseSchema):
-    models: list[ModelView]
+class PresetView(ResponseSchema, source=presets.PresetInfo):
+    """A preset: how to call a known kind of inference server."""
 
-
-class ModelLoadView(ResponseSchema, source=ModelLoad):
-    """The load of a model at this moment: its waiting work and its breaker."""
-
-    mean_run_s: Annotated[float | None, From(lambda load: load.run_ms and load.run_ms / 1000)] = Field(
-        description="Mean slot time of its latest runs; null: no run has succeeded yet."
+    name: Annotated[str, PROVIDED]
+    title: str
+    servers: str = Field(description="The servers and releases that it supports.")
+    evidence: Literal["live", "recorded", "documented"] = Field(
+        description="How the preset was tested.  live: with a running server; recorded: with recorded responses of a "
+        "real server; documented: it follows the documentation or source code."
     )
-    work_s: Annotated[float | None, From(lambda load: None if load.work_ms is None else seconds(load.work_ms))] = Field(
-        description="How long the waiting jobs will occupy its slots; null: not known."
+    checked: str
+    notes: list[str]
+    endpoint: str = Field(
+        description="An example of the endpoint to register; MODEL stands for the name of the model on the server."
     )
-    limit: int | None = Field(
-        description="Number of jobs that may wait, per tenant with the policy `fair`; null: no limit."
-    )
-    breaker: Breaker
-    breaker_until: Annotated[Time | None, From("open_until_ms")] = Field(
-        description="When one job may test it; null: the breaker is closed."
-    )
-    breaker_why: Annotated[OpenedBy | None, From(lambda status: status.open_why or None)] = Field(
-        description="What opened the breaker: consecutive failed runs, or the failure of the test job."
-    )
+    slots: int
+    payload: dict[str, Any] = Field(description="An example of a job's payload.")
 
 
-class ModelDetail(ModelView):
-    """A model, and bounds of how long its jobs may wait."""
-
-    load: Annotated[ModelLoadView | None, PROVIDED] = Field(description="null: Redis is unavailable.")
-    longest_overtaking_s: Annotated[
-        dict[str, float | None],
-        From(lambda model: {str(level): longest_overtaking_s(level, model.config) for level in PRIORITIES}),
-    ] = Field(
-        description="Priority -> seconds: a job may be overtaken by jobs accepted at most this much later; null: no "
-        "bound."
-    )
-    longest_wait: Annotated[str, From(lambda model: longest_wait(model.config))] = Field(
-        description="The longest wait that the order of the queue can cause, in terms of the load."
-    )
-
-
-class TenantView(StateView, source=TenantState):
-    tenant: Annotated[str, From("name")]
-    has_key: Annotated[bool, PROVIDED]
-    admin: Annotated[bool, PROVIDED]
-    rate_per_s: Annotated[int | None, PROVIDED] = Field(
-        description="Jobs that may be submitted per second; null: no limit."
-    )
-    burst: Annotated[int | None, PROVIDED]
-
-
-class TenantList(ResponseSchema):
-    """The tenants that have a key, and those whose state is not `online`."""
-
-    tenants: list[TenantView]
-
-
-class WebhookSecretView(ResponseSchema):
-    """The secrets with which a tenant verifies its webhook messages (Standard Webhooks)."""
-
-    tenant: str
-    secrets: list[str] = Field(description="`whsec_…`, the newest first; each message is signed with all of them.")
-    rotation: int = Field(description="How many times the secret was rotated.")
-    former_until: str | None = Field(
-        description="Until when messages are also signed with the previous secret; null: they are not."
-    )
-
-
-class ConfigView(ResponseSchema, source=registered.Model):
-    """The configuration of a model."""
+class OutdatedPreset(ResponseSchema, source=catalog.Model):
+    """A model whose configuration was stored with an older version of its preset."""
 
     model: Annotated[str, From("name")]
-    config: Annotated[dict[str, Any], From(lambda model: model.config.model_dump())] = Field(
-        description="The values in force."
-    )
-    overrides: dict[str, Any]
-    defaults: Annotated[dict[str, Any], PROVIDED] = Field(
-        description="The values of fields that the model does not override."
-    )
-    sources: Annotated[
-        dict[str, str],
-        From(
-            lambda model: {
-                name: str(model.sources.get(name, ConfigSource.RELEASE)) for name in ModelConfig.model_fields
-            }
-        ),
-    ] = Field(description="Field -> where its value is set: model, kind, installation, built-in.")
-    description: Annotated[
-        dict[str, Any] | None, From(lambda model: effective_description(model.config, model.described_by))
-    ] = Field(description="How its servers are called, with all defaults; null: the stored description cannot be read.")
-    described_by: str | None = Field(
-        description="Version of the description, as runs refer to it; null: the slot protocol."
-    )
-    preset_behind: Annotated[bool, From(lambda model: is_preset_outdated(model.config, model.described_by))] = Field(
-        description="The preset has changed since this configuration was stored; store it again to use the new preset."
+    preset: Annotated[str, From("config.preset")]
+
+
+class PresetList(ResponseSchema):
+    presets: list[PresetView]
+    behind: list[OutdatedPreset] = Field(
+        description="Models whose stored preset is older than the one of this release."
     )
 
 
-def model_view(model: registered.Model, catalog: CatalogSnapshot, counts: QueueCounts | None) -> dict[str, Any]:
-    """Return ModelView.  `counts`: those of its fleet; None: Redis is unavailable."""
-    waiting = None if counts is None else counts.waiting.get(model.name, 0)
-    return ModelView.build(model, **_catalog_fields(model, catalog, None), waiting=waiting)
+class PresetDetail(PresetView):
+    description: Annotated[dict[str, Any], PROVIDED] = Field(description="The equivalent `description` of a model.")
 
 
-def model_detail(
-    model: registered.Model, catalog: CatalogSnapshot, load: ModelLoad | None, left: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """Return ModelDetail.  `load` None: Redis is unavailable.  `left`: as for `removal`."""
-    load_view = load and ModelLoadView.build(load)
-    return ModelDetail.build(
-        model, **_catalog_fields(model, catalog, left), waiting=load and load.waiting, load=load_view
+class PresetPath(Schema):
+    preset: str
+
+
+class ProbeBody(BodySchema):
+    """The address of an inference server to probe, and optionally a job to run there."""
+
+    url: str = Field(max_length=2048, examples=["http://10.0.0.4:8000"])
+    preset: str | None = Field(
+        None, max_length=100, description="If omitted, the preset that matches its responses best."
+    )
+    model: str | None = Field(
+        None, max_length=128, description="The model whose secrets may be used.", json_schema_extra=MODEL_NAME
+    )
+    payload: Any = Field(None, description="Payload of a job to run there; null: no job is run.")
+    patience: float = Field(10.0, gt=0, le=25, description="Time limit of that job, in seconds.")
+
+
+class ExchangeView(ResponseSchema, source=probe.ProbedExchange):
+    """One request to the server and its response.  Headers are left out, and secrets are masked."""
+
+    step: Literal["look", "health", "submit", "status", "result", "cancel"]
+    request: str
+    sent: str | None
+    status: int | None = Field(description="null: there was no complete response.")
+    answer: str
+    took_ms: int
+    rule: str | None = Field(description="The rule that matched the response: one of the description, or a default.")
+    means: str | None
+
+
+class PresetCandidate(ResponseSchema, source=probe.Candidate):
+    preset: str
+    weight: int = Field(description="How well it matches; higher is better.")
+    because: str
+
+
+class ProbeOutcome(ResponseSchema, source=Outcome):
+    """The outcome of the job."""
+
+    kind: str
+    code: str
+    message: str
+    result: Annotated[str | None, PROVIDED] = Field(description="The beginning of the result.")
+
+
+class ProbeView(ResponseSchema, source=probe.Recognition):
+    reachable: Annotated[bool, From("is_there")]
+    candidates: list[PresetCandidate]
+    preset: Annotated[str | None, PROVIDED] = Field(description="The requested preset, or the proposed one.")
+    endpoint: Annotated[str | None, PROVIDED] = Field(description="The endpoint to register.")
+    model: str | None = Field(description="Name of the model on the server; null: it does not report one.")
+    health: Annotated[HealthReport | None, PROVIDED]
+    outcome: Annotated[ProbeOutcome | None, PROVIDED]
+    exchanges: Annotated[list[ExchangeView], PROVIDED]
+
+
+class IdleReason(ResponseSchema, source=explain.Blocker):
+    """One reason why a server gets no jobs.  `code` is stable."""
+
+    code: str
+    sentence: str
+    subject: str | None = Field(description="The server, model or slot that causes it.")
+    until: Time | None = Field(description="When it may end.")
+
+
+class ServerCheck(ResponseSchema):
+    """Why a server gets no jobs.  If `reasons` is empty, it can get jobs."""
+
+    server: str
+    sentence: str
+    reasons: list[IdleReason]
+    health: HealthReport | None = Field(
+        description="null: it serves no model, or its description allows no health check."
     )
 
 
-def _catalog_fields(
-    model: registered.Model, catalog: CatalogSnapshot, left: Mapping[str, int] | None
-) -> dict[str, Any]:
-    """Return the fields of ModelView that come from the catalog."""
-    return {
-        "servers": sorted(server.name for server in catalog.servers.values() if model.name in server.endpoints),
-        "removal": removal(model.name, catalog, left),
-        "slots": catalog.count_slots(model.name),
-    }
+_HEALTH_SENTENCES = {
+    HealthKind.BUSY: "its health check says that it is busy or still loading; it is still offered jobs",
+    HealthKind.DOWN: "its health check says that it cannot run jobs",
+    HealthKind.FOREIGN: "what responds there does not know the path of its health check: wrong address or preset",
+    HealthKind.GARBAGE: "the response to its health check is not what its description expects",
+}
 
 
-def config_view(model: registered.Model, catalog: CatalogSnapshot) -> dict[str, Any]:
-    """Return ConfigView."""
-    inherited = resolve_inherited(model.overrides, catalog.defaults)
-    return ConfigView.build(model, defaults=parse_overrides(inherited.values)[0].model_dump())
-
-
-def tenant_view(name: str, tenant: Tenant | None, state: TenantState | None) -> dict[str, Any]:
-    """Return TenantView.  `tenant` None: it has no key.  `state` None: it is online."""
-    return TenantView.build(
-        state or TenantState(name, AdminState.ONLINE),
-        has_key=tenant is not None,
-        admin=tenant is not None and tenant.admin,
-        rate_per_s=tenant and tenant.rate_per_s,
-        burst=tenant and tenant.burst,
+def check_result(server: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:
+    """Return ServerCheck.  `health` None: no health check was made."""
+    all_reasons = list(reasons)
+    if health is not None and health.kind in _HEALTH_SENTENCES:
+        all_reasons.insert(0, explain.Blocker(f"health_{health.kind}", _health_sentence(health), server.name))
+    sentence = (
+        f"{server.name}: " + "; ".join(reason.sentence for reason in all_reasons)
+        if all_reasons
+        else "Nothing keeps it from getting jobs."
+    )
+    return ServerCheck.build(
+        server=server.name,
+        sentence=sentence,
+        reasons=[IdleReason.build(reason) for reason in all_reasons],
+        health=health and HealthReport.build(health),
     )
 
 
-def webhook_secret_view(name: str, rotation: SecretRotation, secrets: list[str], now_ms: int) -> dict[str, Any]:
-    """Return WebhookSecretView."""
-    until = iso_time(rotation.former_until_ms) if len(rotation.list_valid(now_ms)) > 1 else None
-    return WebhookSecretView.build(tenant=name, secrets=secrets, rotation=rotation.number, former_until=until)
+def _health_sentence(health: Health) -> str:
+    if health.is_silent:
+        return "its health check is not answered in time; it gets jobs only if no other server can run them"
+    sentence = _HEALTH_SENTENCES[health.kind] if health.answered else "its health check gets no response"
+    return f"{sentence} ({health.message})" if health.message else sentence
+
+
+class DescriptionSchema(Schema):
+    """A JSON schema (2020-12)."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class RemovalQuery(Schema):
+    """What to do with jobs that have not ended."""
+
+    drain: bool = Field(False, description="Take no new jobs, and remove it when all its jobs have ended.")
+
+
+class ServerRemovalQuery(RemovalQuery):
+    force: bool = Field(
+        False,
+        description="Remove it at once: its runs end, and their jobs run on other servers without using up a retry.",
+    )
+
+
+class RemovalView(ResponseSchema, source=Removal):
+    """The progress of a removal."""
+
+    name: str
+    state: Annotated[Literal["done", "leaving"], From(lambda removal: "done" if removal.is_over else "leaving")] = (
+        Field(description="leaving: it is removed when its remaining jobs have ended.")
+    )
+    remaining: dict[str, int] = Field(description="Jobs that have not ended, by state.")
+    quarantined: int = Field(description="Quarantined slots of the server.")
+    lost: list[str] = Field(description="Jobs whose runs were ended by the removal.")
+    idle: list[str] = Field(description="Servers that have no model any more.")
+
+
+class RegisterBody(BodySchema):
+    """A server that serves a model."""
+
+    model: str = Field(max_length=128, examples=["zimg"], json_schema_extra=MODEL_NAME)
+    server: str = Field(max_length=128, examples=["zimg-api4"], json_schema_extra=MODEL_NAME)
+    endpoint: str = Field(max_length=2048, examples=["http://10.0.0.4:9001/generate"])
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Number of jobs that the server runs at the same time, for all its models together; initially 1.  "
+        "If omitted, it is not changed.",
+    )
+    attributes: _Attributes | None = Field(
+        None,
+        description="Attributes that constraints of jobs can name: each a string, a number, or a list of strings.  If "
+        "omitted, they are not changed.",
+        examples=[{"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}],
+    )
+    weight: float | None = Field(
+        None,
+        ge=0.001,
+        le=1000,
+        description="Preference among servers: higher is chosen more often; initially 1.  If omitted, it "
+        "is not changed.",
+    )
+    model_version: str | None = Field(
+        None,
+        description="Version of the model on this server; constraints of jobs can name it.",
+        examples=["2.1"],
+        json_schema_extra=_VALUE,
+    )
+    runtime: str | None = Field(
+        None,
+        description="Software that runs the model on this server; constraints of jobs can name it.",
+        json_schema_extra=_VALUE,
+    )
+    preset: str | None = Field(
+        None,
+        max_length=100,
+        description="The preset that describes how to call this server for this model, instead of the one in the "
+        "model's configuration.  If omitted, it is not changed; null: the model's configuration applies.",
+    )
+    description: dict[str, Any] | None = Field(
+        None,
+        description="How to call this server for this model, instead of `preset`.  With `preset`: the differences "
+        "from it.",
+    )
+
+
+class ReleaseSlotsBody(BodySchema):
+    """The quarantined slots of a server to release."""
+
+    slot: str | None = Field(None, description="One slot, such as `gpu1-slot0`; if omitted, all.")
+
+
+class ServerPath(Schema):
+    server: str = Field(json_schema_extra=MODEL_NAME)

@@ -4,10 +4,22 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from app.api.openapi import Schema
-from app.schemas.base import From, ResponseSchema, Time
-from app.schemas.job_schemas import MODEL_NAME, BodySchema
+from app.schemas.base import (
+    _REASON,
+    MODEL_NAME,
+    PROVIDED,
+    AdminStateName,
+    BodySchema,
+    From,
+    ResponseSchema,
+    Schema,
+    StateView,
+    Time,
+    iso_time,
+)
 from slotkeeper.registry.server_descriptions import Secret
+from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN, SecretRotation, Tenant
+from slotkeeper.registry.values import AdminState, TenantState
 from tasks.security.vault import MAX_LENGTH, MIN_LENGTH, NAME_PATTERN, VALUE_PATTERN
 
 _SECRET: Any = {"pattern": f"^{NAME_PATTERN}$"}
@@ -51,3 +63,69 @@ class SecretView(ResponseSchema, source=Secret):
 
 class SecretList(ResponseSchema):
     secrets: list[SecretView]
+
+
+class TenantBody(BodySchema):
+    """The new state of a tenant, and its limits.  Omitted fields are not changed."""
+
+    state: AdminStateName | None = None
+    reason: str | None = _REASON
+    rate_per_s: int | None = Field(
+        None, ge=1, le=1_000_000, description="Jobs that may be submitted per second; null: no limit."
+    )
+    burst: int | None = Field(
+        None, ge=1, le=1_000_000, description="Jobs that may be submitted at once; requires a rate."
+    )
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The limits in the body, by name."""
+        return {name: getattr(self, name) for name in ("rate_per_s", "burst") if name in self.model_fields_set}
+
+
+class TenantPath(Schema):
+    tenant: str = Field(json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"})
+
+
+class TenantView(StateView, source=TenantState):
+    tenant: Annotated[str, From("name")]
+    has_key: Annotated[bool, PROVIDED]
+    admin: Annotated[bool, PROVIDED]
+    rate_per_s: Annotated[int | None, PROVIDED] = Field(
+        description="Jobs that may be submitted per second; null: no limit."
+    )
+    burst: Annotated[int | None, PROVIDED]
+
+
+class TenantList(ResponseSchema):
+    """The tenants that have a key, and those whose state is not `online`."""
+
+    tenants: list[TenantView]
+
+
+class WebhookSecretView(ResponseSchema):
+    """The secrets with which a tenant verifies its webhook messages (Standard Webhooks)."""
+
+    tenant: str
+    secrets: list[str] = Field(description="`whsec_…`, the newest first; each message is signed with all of them.")
+    rotation: int = Field(description="How many times the secret was rotated.")
+    former_until: str | None = Field(
+        description="Until when messages are also signed with the previous secret; null: they are not."
+    )
+
+
+def tenant_view(name: str, tenant: Tenant | None, state: TenantState | None) -> dict[str, Any]:
+    """Return TenantView.  `tenant` None: it has no key.  `state` None: it is online."""
+    return TenantView.build(
+        state or TenantState(name, AdminState.ONLINE),
+        has_key=tenant is not None,
+        admin=tenant is not None and tenant.admin,
+        rate_per_s=tenant and tenant.rate_per_s,
+        burst=tenant and tenant.burst,
+    )
+
+
+def webhook_secret_view(name: str, rotation: SecretRotation, secrets: list[str], now_ms: int) -> dict[str, Any]:
+    """Return WebhookSecretView."""
+    until = iso_time(rotation.former_until_ms) if len(rotation.list_valid(now_ms)) > 1 else None
+    return WebhookSecretView.build(tenant=name, secrets=secrets, rotation=rotation.number, former_until=until)

@@ -2,17 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from app.api.openapi import Schema
-from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
+from app.schemas.base import PROVIDED, BodySchema, From, ResponseSchema, Schema, Time, iso_time
 from app.schemas.cursors import bounded_int, match_cursor
-from app.schemas.job_schemas import BodySchema
+from app.schemas.event_schemas import EventType
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.outbox.redelivery import DeliveryAttempt, GivenUpCallback
 from slotkeeper.outbox.subscriptions import RefusedMessage, Subscription
 from slotkeeper.outbox.webhook_messages import Message
@@ -28,10 +26,6 @@ _LOG_CURSOR = re.compile(r"t([1-9][0-9]{0,18})")
 _CALLBACK_CURSOR = re.compile(r"c([0-9]{1,19})\.([0-9]{1,19})\.([!-~]{1,400})")
 _GIVEN_UP_CURSOR = re.compile(r"(we_[0-9a-f]{32})\.([0-9]{1,19})")
 
-if TYPE_CHECKING:
-    EventType = str
-else:
-    EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
 
 _URL: Any = Field(max_length=MAX_URL_LENGTH, examples=["https://hooks.example.com/slotkeeper"])
 _EVENTS: Any = Field(

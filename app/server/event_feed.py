@@ -10,7 +10,7 @@ import orjson
 import structlog
 
 from app.deferred import EventFilter
-from app.job_answers import event_data
+from app.schemas.event_schemas import event_data
 from slotkeeper.db import Database
 from slotkeeper.errors import SlotkeeperError
 from slotkeeper.jobs.events import EVENT_TYPES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.api.figures import ModelStats
+from app.schemas.operation_schemas import ModelStats
 from routing.admission.submit_limits import LIMITS
 
 REPO = Path(__file__).resolve().parents[2]

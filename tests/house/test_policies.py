@@ -74,7 +74,7 @@ def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says(
     text = (
         "from slotkeeper.registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda at, step_s: None, 'Mine {priority}.')\n"
-        "from app.schemas.job_schemas import ConfigBody as Body\n"
+        "from app.schemas.model_schemas import ConfigBody as Body\n"
         "field = Body.model_json_schema()['properties']['policy']\n"
         "print(policies.longest_wait(Body(policy='mine')), field['enum'][-1], '`mine`: mine' in field['description'])\n"
     )

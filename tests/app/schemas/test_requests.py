@@ -1,7 +1,10 @@
 import pytest
 from pydantic import ValidationError
 
-from app.schemas.job_schemas import BatchItem, ConfigBody, RegisterBody, StateBody, SubmitBody
+from app.schemas.base import StateBody
+from app.schemas.job_schemas import BatchItem, SubmitBody
+from app.schemas.model_schemas import ConfigBody
+from app.schemas.server_schemas import RegisterBody
 
 BODIES = [SubmitBody, BatchItem, RegisterBody, StateBody, ConfigBody]
 

@@ -5,9 +5,9 @@ from typing import Annotated, NamedTuple
 import pytest
 from pydantic import Field
 
-from app.job_answers import job_error, next_step
 from app.schemas.base import PROVIDED, From, ResponseSchema, Time, iso_time
 from app.schemas.cursors import decode_job_cursor, encode_job_cursor
+from app.schemas.job_schemas import job_error, next_step
 from app.schemas.server_schemas import attribute_value
 from routing.admission.constraints import parse_attributes
 from routing.queries.positions import QueuePosition

@@ -6,20 +6,12 @@ from flask_openapi import APIBlueprint
 from app import context, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
-    batches,
-    defaults,
-    dlq,
-    docs,
-    figures,
-    health,
     job_views,
-    ledger,
     model_views,
     openapi,
+    operation_views,
     preset_views,
-    processes,
     push_views,
-    secrets,
     server_views,
     stream_views,
     submit_views,
@@ -38,22 +30,22 @@ from tasks import services, startup
 _APIS: tuple[APIBlueprint, ...] = (
     submit_views.api,
     job_views.api,
-    batches.api,
+    job_views.batches_api,
     stream_views.api,
     webhook_views.api,
     push_views.api,
     server_views.api,
     preset_views.api,
     model_views.api,
-    defaults.api,
+    model_views.defaults_api,
     tenant_views.api,
-    secrets.api,
-    dlq.api,
-    ledger.api,
+    tenant_views.secrets_api,
+    job_views.dlq_api,
+    operation_views.ledger_api,
     audit_views.api,
-    health.api,
-    figures.api,
-    processes.api,
+    operation_views.health_api,
+    operation_views.figures_api,
+    operation_views.processes_api,
 )
 
 
@@ -78,7 +70,7 @@ def create_routes() -> Flask:
     access.register(app)
     for api in _APIS:
         app.register_api(api)
-    docs.register(app)
+    openapi.register(app)
     screens.register(app)
     return app
 

@@ -1,4 +1,4 @@
-"""Strict parsing of requests: ambiguous JSON is refused.
+"""Strict parsing of requests, one JSON object or a batch of jobs: ambiguous JSON is refused.
 
 The parser is that of the standard library.  orjson would be faster, but it rounds integers of more than 64 bits, and
 silently keeps the last of duplicate keys; both would change the value that the client sent.
@@ -9,13 +9,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from io import BytesIO
 from typing import Any, NoReturn
 
 import flask
+from flask import Request
+from flask_openapi import RequestBody
+from pydantic import ValidationError
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from app.context import current_request
-from app.problems import ProblemError, printable_text
+from app.problems import ProblemError, printable_text, validation_error
+from app.schemas.job_schemas import BatchItem
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 
@@ -205,3 +210,68 @@ def parse_time(name: str, text: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise InvalidRequest(name, f"{name} must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z")
+
+
+MAX_BATCH_JOBS = 1000
+
+
+NDJSON = "application/x-ndjson"
+
+
+_ITEM = BatchItem.model_json_schema()
+
+
+BATCH_BODY = RequestBody.model_validate(
+    {
+        "content": {
+            "application/json": {
+                "schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_BATCH_JOBS}
+            },
+            NDJSON: {"schema": {"type": "string", "description": "One such object per line."}},
+        }
+    }
+)
+
+
+def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:
+    """Return the jobs in the body.  Raises ProblemError with the index of the first invalid job.
+
+    Jobs are parsed one by one, so that the rest is not parsed after an invalid job.  `most_bytes`: limit of the body.
+    `longest`: limit of one job, in bytes.
+    """
+    request.max_content_length = most_bytes
+    if request.mimetype == NDJSON:
+        require_known_length(request)
+    body = read_body(request)
+    if request.mimetype == NDJSON:
+        values = _iter_lines(body, longest)
+    elif starts_array(body):
+        values = iter_array(body, longest)
+    else:
+        raise _invalid_batch(
+            "The body must be a JSON array of jobs, or NDJSON with Content-Type: application/x-ndjson."
+        )
+    items = [_parse_item(index, value) for index, value in enumerate(values)]
+    if not items:
+        raise _invalid_batch(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
+    return items
+
+
+def _parse_item(index: int, value: Any) -> BatchItem:
+    if index == MAX_BATCH_JOBS:
+        raise _invalid_batch(f"The batch holds more than {MAX_BATCH_JOBS} jobs; send them in several.")
+    try:
+        return BatchItem.model_validate(value)
+    except ValidationError as error:
+        raise validation_error(error, index=index) from None
+
+
+def _iter_lines(body: bytes, longest: int) -> Iterator[Any]:
+    for index, line in enumerate(line for line in BytesIO(body) if line.strip()):
+        if len(line) > longest:
+            raise _invalid_batch(f"A line may have at most {longest} bytes.", index=index)
+        yield parse_json(line, index=index)
+
+
+def _invalid_batch(detail: str, **facts: Any) -> ProblemError:
+    return ProblemError(422, "invalid_request", "The request is not valid", detail, field="body", **facts)

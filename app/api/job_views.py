@@ -1,9 +1,10 @@
-"""Show, list, explain and cancel jobs.  A tenant sees its own jobs; an administrator sees all."""
+"""Read, cancel and retry jobs, batches and dead jobs.  A tenant sees its own; an administrator sees all."""
 
 from typing import Any
 
 from flask import request
 
+from app.api.catalog_changes import admin_blueprint
 from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import visible_tenant
 from app.context import dispatcher
@@ -13,25 +14,36 @@ from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_curs
 from app.schemas.job_schemas import (
     AttemptList,
     AttemptView,
+    BatchCancelResult,
+    BatchList,
+    BatchPath,
+    BatchQuery,
+    BatchView,
     CancelResult,
+    DlqQuery,
     ExplanationView,
     JobDetail,
     JobList,
     JobPath,
     JobView,
     ListQuery,
+    RetryAllQuery,
+    RetryAllResult,
     WaitQuery,
+    count_waiting,
     estimate_basis,
     estimated_start_s,
     queue_position,
 )
 from routing.queries import explain, job_list, short_ids
+from routing.queries.job_list import Batch
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
-from slotkeeper.errors import Conflict, JobNotFound
+from slotkeeper.errors import Conflict, JobNotFound, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
-from tasks.services import workers
+from slotkeeper.outbox import retention
+from tasks.services import database, workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 
@@ -144,3 +156,118 @@ def _position_of(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
         return QueuePosition()
     return read_position(dispatcher(), workers(), job.queued)
+
+
+batches_api = blueprint("batches", "Batches", "/queue/batches")
+
+
+_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
+
+
+@batches_api.get("", responses={200: BatchList, **problem_responses(422)})
+def list_batches(query: BatchQuery) -> dict[str, Any]:
+    """List batches, the newest first, with the progress of each."""
+    before = batch_filter(query.cursor, "cursor")
+    batches = job_list.newest_batches(database(), visible_tenant(), before, query.limit)
+    cursor = batches[-1].id if len(batches) == query.limit else None
+    return BatchList.build(batches=[BatchView.build(batch) for batch in batches], next_cursor=cursor)
+
+
+@batches_api.get("/<batch>", responses={200: BatchView, **problem_responses(404)})
+def get_batch(path: BatchPath) -> dict[str, Any]:
+    """Show the progress of a batch.  `GET /queue/jobs?batch=…` lists its jobs."""
+    return BatchView.build(_visible_batch(path.batch))
+
+
+@batches_api.post(
+    "/<batch>/cancel",
+    responses={
+        200: BatchCancelResult,
+        202: response_of(BatchCancelResult, "Some jobs are left"),
+        **problem_responses(404, 409, 415),
+    },
+)
+def cancel_batch(path: BatchPath) -> tuple[dict[str, Any], int]:
+    """Cancel all jobs of a batch that have not ended, first those that would start next.
+
+    200: no job of the batch will start.  202: the batch has so many jobs that some are left; repeat the request.
+    409: all jobs of the batch have ended.
+    """
+    batch = _visible_batch(path.batch)
+    if batch.ended == batch.jobs:
+        raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
+    done = dispatcher().cancel_batch(batch.id, visible_tenant(), _CANCEL_TIME_S)
+    remaining = 0 if done.is_complete else count_waiting(_visible_batch(batch.id))
+    result = BatchCancelResult.build(batch=batch.id, canceled=done.canceled, canceling=done.asked, remaining=remaining)
+    return result, 200 if done.is_complete else 202
+
+
+def _visible_batch(batch_id: str) -> Batch:
+    """Return a batch, with only those of its jobs that this request may see.  Raises NotFound: there are none."""
+    batches = job_list.read_batches(database(), [batch_id], visible_tenant()) if batch_id.isprintable() else []
+    if not batches:
+        raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch_id)
+    return batches[0]
+
+
+dlq_api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+
+
+_MAX_RETRIED = 500  # jobs that one request queues again
+
+
+@dlq_api.get("", responses={200: JobList, **problem_responses(422)})
+def list_dead(query: DlqQuery) -> dict[str, Any]:
+    """List dead jobs, the newest first, each with its last error.
+
+    `GET /queue/jobs/{job_id}/attempts` lists all attempts of a job.
+    """
+    found = job_list.find_jobs(
+        dispatcher().store.database,
+        state=State.DEAD,
+        model=model_filter(query.model),
+        before_seq=decode_job_cursor(query.cursor),
+        limit=query.limit,
+    )
+    return JobList.build(jobs=[JobView.build(job) for job in found], next_cursor=encode_job_cursor(found, query.limit))
+
+
+@dlq_api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(404, 409, 415)})
+@answered_in_time
+def retry_dead(path: JobPath) -> dict[str, Any]:
+    """Queue a dead job again, in the order of its acceptance and with new budgets of retries and crashes."""
+    job = visible_job(path.job_id)
+    dispatcher().revive(job.id)
+    return JobView.build(visible_job(job.id))
+
+
+@dlq_api.post("/retry-all", responses={200: RetryAllResult, **problem_responses(415, 422)})
+def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
+    """Queue dead jobs again, of all models or of one, up to 500.  `more`: repeat the request for the others.
+
+    Jobs of models that were removed stay dead, and are counted in `left_out`.
+    """
+    found, left_out = job_list.find_retryable(
+        dispatcher().store.database, model_filter(query.model), limit=_MAX_RETRIED + 1
+    )
+    oldest_first = found[:_MAX_RETRIED][::-1]
+    retried = sum(_try_revive(job.id) for job in oldest_first)
+    return RetryAllResult.build(retried=retried, more=len(found) > _MAX_RETRIED, left_out=left_out)
+
+
+@dlq_api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
+def delete_dead(path: JobPath) -> tuple[str, int]:
+    """Remove a dead job permanently.  The ledger still counts it."""
+    job = visible_job(path.job_id)
+    if not retention.delete_dead_job(dispatcher().store.database, job.id):
+        raise Conflict(f"Job {job.id!r} is {job.state}; only a dead job can be removed.", status=job.state)
+    return "", 204
+
+
+def _try_revive(job_id: str) -> bool:
+    """Queue a dead job again.  Return False if it was retried or deleted meanwhile, or its model was removed."""
+    try:
+        dispatcher().revive(job_id)
+    except (Conflict, JobNotFound):
+        return False
+    return True

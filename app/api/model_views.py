@@ -1,4 +1,4 @@
-"""Models and their configuration, which can be changed while jobs run."""
+"""Models, their configuration, and its defaults, which can be changed while jobs run."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -6,14 +6,32 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from app.api.catalog_changes import admin_blueprint, close_breaker, queue_counts, refresh_redis
+from app.api.catalog_changes import (
+    admin_blueprint,
+    close_breaker,
+    queue_counts,
+    refresh_redis,
+    validate_description,
+    validate_description_for_all,
+)
 from app.api.openapi import problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.describing import validate_description
 from app.schemas import model_schemas
 from app.schemas.base import StateBody
-from app.schemas.model_schemas import ConfigBody, ConfigView, ModelDetail, ModelList, ModelPath, ModelView
+from app.schemas.model_schemas import (
+    ConfigBody,
+    ConfigView,
+    DefaultsBody,
+    DefaultsView,
+    KindList,
+    KindPath,
+    ModelDetail,
+    ModelList,
+    ModelPath,
+    ModelView,
+    kind_view,
+)
 from app.schemas.server_schemas import DescriptionSchema, RemovalQuery, RemovalView
 from routing.admission.submission import check_name
 from routing.maintenance.decommission import forget_model
@@ -22,6 +40,7 @@ from routing.queue.fleets import QueueCounts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.model_config import INSTALLATION, Defaults
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
@@ -156,3 +175,70 @@ def known_model(name: str) -> Model:
     if model is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=name)
     return model
+
+
+defaults_api = admin_blueprint("defaults", "Defaults", "/admin")
+
+
+@defaults_api.get("/defaults", responses={200: DefaultsView})
+def get_defaults() -> dict[str, Any]:
+    """Show the defaults of all models, and which of them are built in."""
+    return DefaultsView.build(_find_defaults(INSTALLATION) or Defaults(INSTALLATION, {}, 0))
+
+
+@defaults_api.put("/defaults", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
+def put_defaults(body: DefaultsBody) -> dict[str, Any]:
+    """Replace the defaults of all models.  A setting that the body omits has its built-in default.
+
+    They apply to jobs that are accepted afterwards.  422: they contradict the configuration of a model; nothing was
+    changed.
+    """
+    return _set_defaults(INSTALLATION, body)
+
+
+@defaults_api.get("/kinds", responses={200: KindList})
+def list_kinds() -> dict[str, Any]:
+    """List the kinds of models, with their settings and their models."""
+    snapshot = dispatcher().catalog.refresh()
+    kinds = [defaults for name, defaults in sorted(snapshot.defaults.items()) if name != INSTALLATION]
+    return KindList.build(kinds=[kind_view(kind, snapshot) for kind in kinds])
+
+
+@defaults_api.get("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(404)})
+def get_kind(path: KindPath) -> dict[str, Any]:
+    """Show the settings that models of a kind have by default."""
+    defaults = _find_defaults(path.kind)
+    if defaults is None:
+        raise NotFound("There is no such kind; GET /admin/kinds lists them.", kind=path.kind)
+    return DefaultsView.build(defaults)
+
+
+@defaults_api.put("/kinds/<path:kind>", responses={200: DefaultsView, **problem_responses(400, 413, 415, 422)})
+def put_kind(path: KindPath, body: DefaultsBody) -> dict[str, Any]:
+    """Add a kind, or replace its settings.  A model belongs to the kind that its field `kind` names.
+
+    A setting that the body omits has the installation's default.
+    """
+    check_name(path.kind, "kind")
+    return _set_defaults(path.kind, body)
+
+
+@defaults_api.delete("/kinds/<path:kind>", responses={204: None, **problem_responses(404, 409, 415)})
+def remove_kind(path: KindPath) -> tuple[str, int]:
+    """Remove a kind that no model belongs to."""
+    catalog().remove_kind(path.kind)
+    dispatcher().catalog.refresh()
+    return "", 204
+
+
+def _set_defaults(kind: str, body: DefaultsBody) -> dict[str, Any]:
+    overrides = body.model_dump(exclude_unset=True)
+    defaults = catalog().set_defaults(
+        kind, overrides, now_ms(), current_tenant().name, validate_description_for_all(overrides)
+    )
+    refresh_redis(*dispatcher().catalog.refresh().fleets())
+    return DefaultsView.build(defaults)
+
+
+def _find_defaults(kind: str) -> Defaults | None:
+    return dispatcher().catalog.refresh().defaults.get(kind)

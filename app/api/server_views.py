@@ -6,12 +6,18 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from app.addresses import validate_endpoint
-from app.api.catalog_changes import admin_blueprint, close_breaker, queue_counts, read_server_status, refresh_redis
+from app.api.catalog_changes import (
+    admin_blueprint,
+    close_breaker,
+    queue_counts,
+    read_server_status,
+    refresh_redis,
+    validate_description,
+    validate_endpoint,
+)
 from app.api.openapi import problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.describing import validate_description
 from app.schemas.base import StateBody
 from app.schemas.server_schemas import (
     FleetView,

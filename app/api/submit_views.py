@@ -8,13 +8,20 @@ from typing import Any
 from flask import request
 from redis.exceptions import RedisError
 
-from app import batch
 from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import current_tenant
 from app.context import context, current_request, dispatcher
 from app.request_deadline import answered_in_time
+from app.request_json import BATCH_BODY, MAX_BATCH_JOBS, read_batch
 from app.schemas.cursors import batch_filter
-from app.schemas.job_schemas import BatchNameQuery, BatchReceipt, BatchReceiptItem, SubmitBody, queue_position
+from app.schemas.job_schemas import (
+    BatchItem,
+    BatchNameQuery,
+    BatchReceipt,
+    BatchReceiptItem,
+    SubmitBody,
+    queue_position,
+)
 from app.schemas.job_schemas import SubmitReceipt as ReceiptView
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
 from routing.dispatch.dispatcher import Dispatcher, Receipt
@@ -31,7 +38,7 @@ api = blueprint("queue", "Submit", "/queue")
 _KEY = optional_headers(
     Idempotency_Key="Names this request: if it is sent again within a day, it returns the same job."
 )
-_MAX_BATCH_KEY_CHARS = MAX_KEY_LENGTH - len(f"/{batch.MAX_BATCH_JOBS - 1}")
+_MAX_BATCH_KEY_CHARS = MAX_KEY_LENGTH - len(f"/{MAX_BATCH_JOBS - 1}")
 _BATCH_KEY = optional_headers(
     _MAX_BATCH_KEY_CHARS,
     Idempotency_Key="Names this batch: if it is sent again within a day, it returns the same jobs.",
@@ -62,7 +69,7 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
 @api.post(
     "/submit-batch",
     responses={202: BatchReceipt, **_REFUSALS, **problem_responses(411)},
-    request_body=batch.BATCH_BODY,
+    request_body=BATCH_BODY,
     openapi_extensions=_BATCH_KEY,
 )
 def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
@@ -75,7 +82,7 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     key = check_idempotency_key(headers.get("Idempotency-Key"), _MAX_BATCH_KEY_CHARS)
     traceparent = headers.get("traceparent")
     settings = context().settings
-    items = batch.read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
+    items = read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
     submissions = [
         replace(_batch_submission(index, item, tenant, key, traceparent), batch=name)
@@ -123,7 +130,7 @@ _TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or
 
 
 def _batch_submission(
-    index: int, item: batch.BatchItem, tenant: Tenant, key: str | None, traceparent: str | None
+    index: int, item: BatchItem, tenant: Tenant, key: str | None, traceparent: str | None
 ) -> Submission:
     item_key = item.idempotency_key
     if item_key is None and key is not None:

@@ -1,4 +1,4 @@
-"""The pages of jobs: the list, and one job with its timeline and files."""
+"""The pages of jobs, batches and dead jobs: lists, one job with its timeline and files, cancel and retry."""
 
 import re
 from dataclasses import dataclass
@@ -6,19 +6,20 @@ from typing import Any
 
 from flask import Response, redirect, request
 
-from app.api import dlq as dlq_api
 from app.api import job_views as jobs_api
 from app.context import dispatcher
+from app.page.layout import form
 from app.page.login import PageError, page_view
 from app.page.rendering import json_preview, render_page, segment
 from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
-from app.schemas.job_schemas import JobPath, ListQuery, WaitQuery
+from app.schemas.job_schemas import BatchPath, BatchQuery, DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
 from routing.queries import job_timeline
 from routing.queries.explain import NULL_RESULT
 from routing.queries.job_timeline import Phase, PhaseKind, Timeline
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
+from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
@@ -109,7 +110,7 @@ def cancel(job_id: str) -> Any:
 @page_view("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
 @answered_in_time
 def retry(job_id: str) -> Any:
-    dlq_api.retry_dead(JobPath(job_id=job_id))
+    jobs_api.retry_dead(JobPath(job_id=job_id))
     return redirect(f"/page/jobs/{segment(job_id)}?done=retried", 303)
 
 
@@ -153,3 +154,62 @@ def _bars(timeline: Timeline, now_ms: int) -> list[Bar]:
         bars.append(Bar(phase, round(x, 1), round(width * scale, 1), ms))
         x += width * scale
     return bars
+
+
+@page_view("/page/batches")
+def batches() -> Any:
+    listed = jobs_api.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
+    return render_page("batches.html", batches=listed["batches"], next=listed["next_cursor"])
+
+
+@page_view("/page/batches/<batch>")
+def batch(batch: str) -> Any:
+    progress = jobs_api.get_batch(BatchPath(batch=batch))
+    query = {name: request.args.get(name) or None for name in ("status", "cursor")}
+    listed = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **query}))
+    return render_page(
+        "batch.html", batch=progress, jobs=listed["jobs"], next=listed["next_cursor"], status=query["status"]
+    )
+
+
+@page_view("/page/batches/<batch>/cancel")
+def ask_to_cancel_batch(batch: str) -> Any:
+    return render_page("cancel_batch.html", batch=jobs_api.get_batch(BatchPath(batch=batch)))
+
+
+@page_view("/page/batches/<batch>/cancel", method="POST")
+def cancel_batch(batch: str) -> Any:
+    jobs_api.cancel_batch(BatchPath(batch=batch))
+    return redirect(f"/page/batches/{segment(batch)}?done=batch-canceled", 303)
+
+
+_PAGE_SIZE = 100
+
+
+@page_view("/page/dead", admin=True)
+def dead() -> Any:
+    model, cursor = request.args.get("model", "").strip() or None, request.args.get("cursor") or None
+    listed = jobs_api.list_dead(DlqQuery(model=model, limit=_PAGE_SIZE, cursor=cursor))
+    return render_page("dead.html", jobs=listed["jobs"], next=listed["next_cursor"], model=model)
+
+
+@page_view("/page/dead/retry", method="POST", admin=True)
+def retry_chosen() -> Any:
+    """Retry the selected jobs.  Skip jobs that another operator has retried or deleted in the meantime."""
+    job_ids = form().getlist("job")[:_PAGE_SIZE]
+    return redirect(f"/page/dead?done={sum(_try_retry(job_id) for job_id in job_ids)}-retried", 303)
+
+
+@page_view("/page/dead/retry-all", method="POST", admin=True)
+def retry_all() -> Any:
+    result = jobs_api.retry_all_dead(RetryAllQuery(model=form().get("model") or None))
+    return redirect(f"/page/dead?done={result['retried']}-{'left' if result['more'] else 'retried'}", 303)
+
+
+def _try_retry(job_id: str) -> bool:
+    """Retry a dead job.  Return False if the job is not dead or does not exist."""
+    try:
+        jobs_api.retry_dead(JobPath(job_id=job_id))
+    except (Conflict, JobNotFound):
+        return False
+    return True

@@ -1,13 +1,16 @@
-"""The layout of every page: navigation, messages, current tenant and theme."""
+"""The layout of every page, and the client that it is for: navigation, messages, tenant, theme, its form."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from flask import current_app, request
+from flask import current_app, g, request
+from werkzeug.datastructures import MultiDict
 
+from app.auth import access, session_cookie
 from app.auth.access import current_tenant
-from app.page import visitor
+from app.schemas.base import StateBody
 from slotkeeper.registry.tenants import Tenant
+from tasks.security.keyring import session_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,13 @@ MESSAGES = {
 
 def template_values() -> dict[str, Any]:
     """Return the values that every template uses."""
-    tenant = current_tenant() if visitor.is_logged_in() else None
+    tenant = current_tenant() if is_logged_in() else None
     return {
         "current_tenant": tenant,
-        "keys_required": visitor.keys_required(),
+        "keys_required": keys_required(),
         "nav_items": [item for item in NAVIGATION if tenant is not None and _may_see(item, tenant)],
-        "theme": visitor.theme(),
-        "form_token": visitor.form_token(),
+        "theme": theme(),
+        "form_token": form_token(),
         "message": _message_for(request.args.get("done", "")),
         "path": request.full_path.rstrip("?"),
         "version": current_app.extensions["slotkeeper_version"],
@@ -83,3 +86,43 @@ def _message_for(code: str) -> str | None:
         jobs = "1 job is" if number == "1" else f"{number} jobs are"
         return f"{jobs} back in the queue.{more}"
     return None
+
+
+THEME_COOKIE = "slotkeeper_theme"
+
+
+THEMES = ("light", "dark", "auto")
+
+
+def keys_required() -> bool:
+    return access.keys() is not None
+
+
+def is_logged_in() -> bool:
+    """Return whether the request has a tenant."""
+    return getattr(g, "flask_httpauth_user", None) is not None
+
+
+def may_audit() -> bool:
+    return current_tenant().admin or current_tenant().audits
+
+
+def theme() -> str:
+    """Return the theme that was chosen in this browser."""
+    chosen = request.cookies.get(THEME_COOKIE, "")
+    return chosen if chosen in THEMES else "auto"
+
+
+def form_token() -> str:
+    """Return the token that each form of this session sends."""
+    return session_cookie.form_token(g.session, next(session_keys()))
+
+
+def form() -> MultiDict[str, str]:
+    """Return the fields of the submitted form."""
+    return request.form
+
+
+def state_body() -> StateBody:
+    """Return the state and the reason of the submitted form.  Raises ValidationError."""
+    return StateBody.model_validate({"state": form().get("state"), "reason": form().get("reason") or None})

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from flask import Blueprint, Flask, Request, Response, current_app, g, redirect, request
+from pydantic import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from app import problems
@@ -18,10 +19,11 @@ from app.auth.access import current_tenant, page_access, set_tenant
 from app.auth.session_cookie import Session
 from app.config import AppSettings
 from app.page.attempts import Attempts
+from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.page.rendering import render_page
-from app.page.visitor import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.request_json import reject_nul_in
 from slotkeeper.clock import now_ms
+from slotkeeper.errors import NotFound, SlotkeeperError
 from slotkeeper.registry.tenants import LOCAL_TENANT, RevokedSessions, hash_key
 from tasks.config import TaskSettings
 from tasks.security.keyring import session_keys
@@ -229,3 +231,20 @@ def problem_of(error: Exception) -> tuple[int, str, str]:
 
 def _error_page(status: int, title: str, detail: str) -> Any:
     return render_page("error.html", status, status=status, title=title, detail=detail), status
+
+
+def run_or_ask_again(action: Callable[[], Any], ask_again: Callable[[str], Any]) -> Any:
+    """Return the response of the action; if the API refuses it, return the form with the message of the API."""
+    try:
+        return action()
+    except NotFound:
+        raise
+    except (SlotkeeperError, ValidationError) as error:
+        status, _, detail = problem_of(error)
+        response = ask_again(detail)
+        response.status_code = status
+        return response
+
+
+def is_checked(name: str) -> bool:
+    return form().get(name) == "yes"

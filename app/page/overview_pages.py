@@ -1,5 +1,6 @@
-"""The start page: all models for administrators; other tenants are redirected to their jobs."""
+"""The start page with its plots: all models for administrators; other tenants are redirected to their jobs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from app.api import server_views as servers_api
 from app.api.stream_views import stream_events
 from app.auth.access import current_tenant
 from app.context import dispatcher
-from app.page import plots
 from app.page.login import page_view
 from app.page.rendering import MEDIA_TYPES, content, render_page
 from app.schemas.event_schemas import StreamQuery
@@ -20,10 +20,22 @@ from routing.queries.model_overview import LastHourUsage, ModelOverview, SlotSta
 from slotkeeper.clock import now_ms
 from tasks.services import database
 
+WIDTH, HEIGHT = 240, 48  # of a plot, in pixels
 _LAST_HOUR = "slotkeeper_last_hour"
 _MAX_MODELS = 50
 _MAX_TILES = 64
 _YEAR_S = 31_536_000
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot.  `area` and `line`: SVG paths in a box of WIDTH by HEIGHT.  `words`: the description of the plot."""
+
+    area: str
+    line: str
+    words: str
+    width: int = WIDTH
+    height: int = HEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ class ModelCard:
     model: dict[str, Any]
     now: ModelOverview
     servers: list[tuple[dict[str, Any], list[SlotState], int]]
-    plot: plots.Plot
+    plot: Plot
 
 
 def last_hour() -> LastHourUsage:
@@ -82,7 +94,7 @@ def _cards(models: list[dict[str, Any]], servers: list[dict[str, Any]]) -> list[
                 for name in model["servers"]
                 if name in by_name
             ],
-            plots.slot_use_plot(overviews[model["model"]].use, overviews[model["model"]].ended, model["slots"]),
+            slot_use_plot(overviews[model["model"]].use, overviews[model["model"]].ended, model["slots"]),
         )
         for model in models
         if model["model"] in overviews
@@ -115,3 +127,27 @@ def asset(name: str) -> Response:
 def nothing_here(rest: str) -> Any:
     """Return the error page for an unknown path."""
     raise NotFound
+
+
+def slot_use_plot(use: Sequence[float], ended: Sequence[int], slots: int) -> Plot:
+    """Return the plot of the share of slots in use.
+
+    use, ended: the share and the number of ended jobs of each minute, the newest last.  slots: of the online servers.
+    """
+    if not slots:
+        return Plot("", "", f"No server is online. {sum(ended)} jobs ended in the last hour.")
+    if not any(use):
+        return Plot("", "", f"Slot use over the last hour: none. {sum(ended)} jobs ended.")
+    step = WIDTH / (len(use) - 1)
+    points = [f"{n * step:.1f} {_y(share):.1f}" for n, share in enumerate(use)]
+    line = "M" + "L".join(points)
+    mean, most = sum(use) / len(use), max(use)
+    words = (
+        f"Slot use over the last hour: {use[-1]:.0%} at last, {mean:.0%} on average, {most:.0%} at most. "
+        f"{sum(ended)} jobs ended."
+    )
+    return Plot(f"{line}L{WIDTH} {HEIGHT}L0 {HEIGHT}Z", line, words)
+
+
+def _y(share: float) -> float:
+    return HEIGHT - 1 - share * (HEIGHT - 2)

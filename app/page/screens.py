@@ -3,17 +3,12 @@
 from flask import Flask
 
 from app.page import (
-    audit,
-    batches,
-    dead,
+    admin_pages,
     job_pages,
     login,
     model_pages,
     overview_pages,
-    removal,
     server_pages,
-    settings,
-    tenants,
     webhook_pages,
 )
 
@@ -21,14 +16,9 @@ SCREENS = (
     overview_pages,
     model_pages,
     server_pages,
-    removal,
     job_pages,
-    batches,
-    dead,
-    tenants,
     webhook_pages,
-    audit,
-    settings,
+    admin_pages,
 )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 from flask import redirect, request
 
 from app.api import webhook_views as webhooks_api
+from app.page.layout import form
 from app.page.login import page_view
 from app.page.rendering import render_page, segment
-from app.page.visitor import form
 from app.schemas.webhook_schemas import (
     CallbacksQuery,
     CallbacksReplayBody,

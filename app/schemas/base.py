@@ -1,4 +1,6 @@
-"""Response bodies of the API.  A class declares the fields, their descriptions, and where each value is read from.
+"""Base classes of request and response bodies, and what several subjects share.
+
+A response class declares the fields, their descriptions, and where each value is read from.
 
     class BatchView(ResponseSchema, source=Batch):
         jobs: int                                    # the attribute `jobs` of the batch

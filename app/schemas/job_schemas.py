@@ -1,7 +1,4 @@
-"""Request bodies and queries for jobs, servers, models and tenants.  Requests are validated against them.
-
-The schemas check types and sizes.  The use case checks further rules, and its error names the field too.
-"""
+"""Request and response bodies for jobs, batches, dead jobs and explanations."""
 
 from typing import Annotated, Any, Literal
 
@@ -364,7 +361,7 @@ class BatchCancelResult(ResponseSchema):
     remaining: int = Field(description="Waiting jobs that are left; repeat the request until it is 0.")
 
 
-def _count_waiting(batch: Batch) -> int:
+def count_waiting(batch: Batch) -> int:
     return batch.by_state.get(State.QUEUED, 0) + batch.by_state.get(State.DELAYED, 0)
 
 

@@ -1,4 +1,4 @@
-"""Request and response bodies for defaults of model configurations."""
+"""Request and response bodies for models, their configuration and its defaults."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Response bodies for servers, models and tenants."""
+"""Request and response bodies for servers, their slots and checks, presets and probes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Request and response bodies for the secrets that server descriptions name."""
+"""Request and response bodies for tenants, their webhook secrets, and the secrets that descriptions name."""
 
 from typing import Annotated, Any
 

@@ -11,7 +11,7 @@ from flask import Flask
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from app import api as headings
-from app.api import docs
+from app.api import openapi
 from app.api.openapi import openapi_document
 from tests.support.api import Api
 
@@ -59,7 +59,7 @@ def test_the_document_is_made_once_though_others_ask_for_it_meanwhile(
         return {}
 
     others = Thread(target=ask)
-    monkeypatch.setattr(docs, "openapi_document", make)
+    monkeypatch.setattr(openapi, "openapi_document", make)
     ask()
     others.join()
     assert len(made) == 1

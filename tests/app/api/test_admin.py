@@ -266,9 +266,9 @@ def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
 
 
 def test_retry_all_takes_on_no_more_than_it_can(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.api import dlq
+    from app.api import job_views
 
-    monkeypatch.setattr(dlq, "_MAX_RETRIED", 2)
+    monkeypatch.setattr(job_views, "_MAX_RETRIED", 2)
     api.model()
     for _ in range(3):
         an_ended_job(api.dispatcher.store, State.DEAD)
@@ -279,9 +279,9 @@ def test_retry_all_takes_on_no_more_than_it_can(api: Api, monkeypatch: pytest.Mo
 def test_dead_jobs_of_a_removed_model_stay_and_keep_no_other_from_being_retried(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.api import dlq
+    from app.api import job_views
 
-    monkeypatch.setattr(dlq, "_MAX_RETRIED", 2)
+    monkeypatch.setattr(job_views, "_MAX_RETRIED", 2)
     api.model()
     api.model("gone")
     dead = an_ended_job(api.dispatcher.store, State.DEAD).id

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.api import batches
+from app.api import job_views
 from routing.queries import job_list
 from slotkeeper import audit
 from slotkeeper.audit import AuditFilter
@@ -79,7 +79,7 @@ def test_a_batch_that_takes_longer_than_one_request_is_canceled_by_the_next(
     sent = _submit(api)
     one_job = partialmethod(JobStore.cancel_page_of_batch, limit=1)
     monkeypatch.setattr(JobStore, "cancel_page_of_batch", one_job)
-    monkeypatch.setattr(batches, "_CANCEL_TIME_S", 0.0)
+    monkeypatch.setattr(job_views, "_CANCEL_TIME_S", 0.0)
     answers = [api.client.post(f"/queue/batches/{sent['batch']}/cancel") for _ in range(4)]
     assert [(answer.status_code, answer.json.get("remaining")) for answer in answers] == [
         (202, 2),

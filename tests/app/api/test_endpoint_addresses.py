@@ -34,7 +34,7 @@ def test_servers_on_this_machine_are_registered_at_other_ports(api: Api) -> None
 def test_an_api_that_listens_everywhere_knows_each_address_of_its_machine(
     api: Api, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.addresses.is_local_address", lambda address: str(address) == "10.1.2.3")
+    monkeypatch.setattr("app.api.catalog_changes.is_local_address", lambda address: str(address) == "10.1.2.3")
     key = api.tenant("root", admin=True)
     body = {"model": "m1", "server": "s1", "slots": 1}
     for host, status in (("10.1.2.3", 422), ("0x0a010203", 422), ("10.1.2.4", 201)):

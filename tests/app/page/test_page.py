@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pytest
 
 from app.auth import session_cookie
+from app.page.admin_pages import display_setting
 from app.page.attempts import Attempts
-from app.page.settings import display_setting
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.tenants import RevokedSessions, Tenant, Tenants

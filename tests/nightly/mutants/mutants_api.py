@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "a secret in use is removed",
-        "app.api.secrets:_check_unused",
+        "app.api.tenant_views:_check_unused",
         never("models", within="if models:"),
         kills=["test_a_secret_that_is_named_stays", "test_a_secret_that_a_registration_names_stays_too"],
         breaks="secrets",
@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "a retry of one model's dead jobs includes all models",
-        "app.api.dlq:retry_all_dead",
+        "app.api.job_views:retry_all_dead",
         swap("model_filter(query.model)", "None"),
         kills=["test_all_dead_jobs_of_one_model_are_retried_and_no_others"],
         breaks="charges",

@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     Mutant(
         "a batch may be of any size",
-        "app.batch:_parse_item",
+        "app.request_json:_parse_item",
         never("index == MAX_BATCH_JOBS"),
         kills=["test_a_thousand_jobs_are_a_batch"],
         breaks="limits",

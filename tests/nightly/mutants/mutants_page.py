@@ -126,7 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         "the page may run inline scripts",
-        "app.api.docs:_security_headers",
+        "app.api.openapi:_security_headers",
         swap("allowed = _PAGE_POLICY", "allowed = _DOCS_POLICY"),
         kills=["test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline"],
         breaks="XSS",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "a setting is shown with its password",
-        "app.page.settings:_mask_one_url",
+        "app.page.admin_pages:_mask_one_url",
         swap_argument("hide_password=True", "hide_password=False"),
         kills=["test_settings_are_shown_without_what_is_secret_in_them"],
         breaks="secrets",
@@ -150,8 +150,8 @@ MUTANTS = [
     ),
     Mutant(
         "a server is removed from its runs without force",
-        "app.page.removal:remove_server",
-        swap_argument('force=_is_checked("force")', "force=True"),
+        "app.page.server_pages:remove_server",
+        swap_argument('force=is_checked("force")', "force=True"),
         kills=["test_a_server_with_a_run_is_drained_which_can_be_called_off"],
         breaks="SLOT-1",
         still="test_a_server_on_which_nothing_runs_is_removed_at_once",

@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "a description may name another model's secret",
-        "app.describing:_make_rule_for_model",
+        "app.api.catalog_changes:_make_rule_for_model",
         swap("name in secrets and secrets[name].is_for(model)", "name in secrets"),
         kills=["test_only_the_models_that_a_secret_is_for_may_name_it"],
         breaks="secrets",

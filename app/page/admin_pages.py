@@ -1,18 +1,62 @@
-"""The page with the settings of this process, without secrets."""
+"""The pages of tenants, the audit log and the settings."""
 
 import re
 from typing import Any
 
+from flask import redirect, request
 from pydantic_settings import BaseSettings
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from app.api import ledger as ledger_api
+from app.api import audit_views as audit_api
+from app.api import operation_views as operation_api
+from app.api import tenant_views as tenants_api
 from app.config import SETTINGS
+from app.context import dispatcher
+from app.page.layout import form, state_body
 from app.page.login import page_view
 from app.page.rendering import render_page
+from app.schemas.operation_schemas import AuditQuery
+from app.schemas.tenant_schemas import TenantBody, TenantPath
+from slotkeeper.audit import ACTIONS
+
+_FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
+
+
+@page_view("/page/audit", audit=True)
+def audit() -> Any:
+    filters = {name: request.args.get(name, "").strip() for name in _FILTERS}
+    given = {name: value for name, value in filters.items() if value}
+    query = AuditQuery(**given, limit=100, cursor=request.args.get("cursor") or None)
+    entries, next_cursor = audit_api.find_acts(query)
+    return render_page("audit.html", entries=entries, next=next_cursor, filters=filters, actions=sorted(ACTIONS))
+
+
+@page_view("/page/tenants", admin=True)
+def tenants() -> Any:
+    models = dispatcher().catalog.refresh().models.values()
+    return render_page(
+        "tenants.html",
+        tenants=tenants_api.list_tenants()["tenants"],
+        limited_models=[model for model in sorted(models, key=lambda model: model.name) if _is_limited(model.config)],
+    )
+
+
+@page_view("/page/tenants/state", method="POST", admin=True)
+def change_tenant() -> Any:
+    tenants_api.change_tenant(
+        TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())
+    )
+    return redirect("/page/tenants?done=changed", 303)
+
+
+def _is_limited(config: Any) -> bool:
+    return bool(config.tenant_slots or config.tenant_slot_limits or config.weights)
+
 
 _SECRET = re.compile(r"secret|password|token|_key$")
+
+
 _HIDDEN = "set, not shown"
 
 
@@ -22,7 +66,7 @@ def settings() -> Any:
         (title.replace("`", ""), [_setting_row(kind(), kind, name) for name in kind.model_fields])
         for title, kind in SETTINGS.items()
     ]
-    return render_page("settings.html", sections=sections, ledger=ledger_api.get_ledger())
+    return render_page("settings.html", sections=sections, ledger=operation_api.get_ledger())
 
 
 def _setting_row(settings: BaseSettings, kind: type[BaseSettings], name: str) -> dict[str, Any]:

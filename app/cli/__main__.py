@@ -3,13 +3,10 @@
 import click
 
 from app.cli import (
-    audit,
-    doctor,
-    health,
     job_commands,
     local_commands,
     model_commands,
-    presets,
+    operation_commands,
     server_commands,
     submit_commands,
     tenant_commands,
@@ -38,12 +35,9 @@ _GROUPS = (
     job_commands,
     server_commands,
     model_commands,
-    audit,
-    doctor,
-    health,
+    operation_commands,
     webhook_commands,
     tenant_commands,
-    presets,
 )
 for command in (*(member for group in _GROUPS for member in group.COMMANDS), conform, simulate):
     main.add_command(command)

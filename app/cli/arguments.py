@@ -1,11 +1,17 @@
 """Parse NAME=VALUE arguments: constraints and labels of jobs, attributes of servers."""
 
+import json
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from routing.admission.job_request import Given
+
 
 _CONDITION = re.compile(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*(.+?)\s*", re.DOTALL)
 _MAX_NUMBER = 1e15  # A float cannot hold all digits of a larger number.
@@ -91,3 +97,77 @@ def _parse_bound(text: str, value: str) -> float:
     if not math.isfinite(number):
         raise click.UsageError(f"--constraint {text!r}: {value!r} is not a number.")
     return int(number) if number.is_integer() else number
+
+
+# The functions that parse repeatable options.
+_READERS: Mapping[str, Callable[[Iterable[str]], dict[str, Any]]] = {
+    "constraints": read_constraints,
+    "labels": read_labels,
+}
+
+
+_TYPES: Mapping[str, click.ParamType] = {
+    "priority": click.IntRange(1, 9),
+    "ttl": click.FloatRange(min=0, min_open=True),
+}
+
+
+class RequestCommand(click.Command):
+    """A command with an option for each field of a request that declares one, before its own options."""
+
+    _has_request_options = False
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        if not self._has_request_options:
+            from routing.admission.job_request import REQUEST_FIELDS
+
+            arguments = [param for param in self.params if isinstance(param, click.Argument)]
+            own = [param for param in self.params if not isinstance(param, click.Argument)]
+            request_options = [_option(name, given) for name, given in REQUEST_FIELDS.items() if given.option]
+            self.params, self._has_request_options = [*arguments, *request_options, *own], True
+        return super().get_params(ctx)
+
+
+def _option(name: str, given: "Given") -> click.Option:
+    return click.Option(
+        [given.option, name],
+        metavar=given.metavar,
+        help=given.help,
+        multiple=name in _READERS,
+        type=_TYPES.get(name, click.STRING),
+    )
+
+
+def read_request(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request that were given as options.  Raises UsageError."""
+    fields = {name: _READERS[name](value) if name in _READERS else value for name, value in options.items()}
+    return {name: value for name, value in fields.items() if value not in (None, {})}
+
+
+def read_json(text: str, what: str) -> Any:
+    """Parse a JSON argument: the text, - for standard input, or @FILE.  Raises UsageError."""
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            with open(text[1:], encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{what}: {text[1:]} cannot be read: {error}") from None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"{what} is not JSON ({error}): {text[:80]}") from None
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE, whose value is JSON, @FILE, or a word without quotes.  Raises UsageError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
+    if value.startswith("@"):
+        return name, read_json(value, name)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -1,11 +1,13 @@
-"""Commands that manage default settings: of all models, and of each kind of model."""
+"""Commands for models, their configuration, its defaults and the kinds of models."""
 
 from typing import Any
 
 import click
 
-from app.cli.output import api_client, json_option, path_segment, print_fields, print_json, print_table, read_setting
-from app.terminal import echo
+from app.cli.arguments import read_setting
+from app.cli.output import api_client, json_option, path_segment, print_fields, print_json, print_table
+from app.cli.state_commands import add_state_commands, format_counts, keep_command, print_removal, remove
+from app.terminal import echo, escape_line
 from slotkeeper.client_errors import ApiError
 
 
@@ -109,4 +111,124 @@ def _print(answer: Any, as_json: bool) -> None:
     print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
 
 
-COMMANDS = (defaults, kinds)
+# Fields that _print_model prints as sentences, or that the configuration contains.
+_HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
+
+
+@click.group()
+def models() -> None:
+    """Manage models and their configuration."""
+
+
+@models.command("list")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List models."""
+    listed = api_client().get("/admin/models")["models"]
+    if as_json:
+        print_json(listed)
+    else:
+        _print_models(listed)
+
+
+def _print_models(listed: list[dict[str, Any]]) -> None:
+    rows = (
+        (
+            *(model[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
+            ", ".join(model["servers"]),
+        )
+        for model in listed
+    )
+    titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
+    print_table(titles, rows, "There are no models.  `slotkeeper servers register` adds a model with its server.")
+
+
+@models.command("show")
+@click.argument("model")
+@json_option
+def show_model(model: str, as_json: bool) -> None:
+    """Show the state and the configuration of a model.
+
+    Also says how long jobs may wait.  A * marks each setting of the model that differs from the default.
+    """
+    api = api_client()
+    state = api.get(f"/admin/models/{path_segment(model)}")
+    configuration = api.get(f"/admin/model-configs/{path_segment(model)}")
+    if as_json:
+        print_json({**state, **configuration})
+        return
+    _print_model(state)
+    overrides, settings = configuration["overrides"], configuration["config"]
+    print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
+
+
+def _print_model(state: dict[str, Any]) -> None:
+    load = state["load"] or {}
+    print_fields({**state, **load, "servers": ", ".join(state["servers"])}, _HIDDEN_MODEL_FIELDS)
+    if state.get("removal"):
+        remaining = format_counts(state["removal"]["remaining"])
+        echo(escape_line(f"The model is being removed; jobs that have not ended: {remaining}."))
+    echo(state["longest_wait"])
+    if load.get("work_s"):
+        echo(f"The waiting jobs are about {load['work_s']:g} s of work for the slots of the model.")
+    echo()
+
+
+@models.command("configure")
+@click.argument("model")
+@click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
+@json_option
+def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Change settings of a model; the others stay.
+
+    A value is JSON; a word without quotes is a string.
+
+    \b
+    slotkeeper models configure flux model_type=async poll_interval=0.5
+    slotkeeper models configure flux preset=slot-protocol description=@flux.json
+    """
+    api, path = api_client(), f"/admin/model-configs/{path_segment(model)}"
+    changes = dict(read_setting(setting) for setting in settings)
+    answer = api.request("PUT", path, body={**_overrides(api, path), **changes})
+    if as_json:
+        print_json(answer)
+        return
+    print_fields({name: answer["config"].get(name) for name in changes})
+
+
+def _overrides(api: Any, path: str) -> dict[str, Any]:
+    """Return the settings of a model that differ from the defaults; {} for an unknown model."""
+    try:
+        overrides: dict[str, Any] = api.get(path)["overrides"]
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return {}
+    return overrides
+
+
+@models.command("reset")
+@click.argument("model")
+def reset_model(model: str) -> None:
+    """Reset all settings of a model to their defaults."""
+    api_client().request("DELETE", f"/admin/model-configs/{path_segment(model)}")
+    echo(f"{model} has the default configuration.")
+
+
+@models.command("remove")
+@click.argument("model")
+@click.option("--drain", is_flag=True, help="Accept no new jobs, and remove it when its jobs have ended.")
+@json_option
+def remove_model(model: str, drain: bool, as_json: bool) -> None:
+    """Remove a model with its configuration and statistics.
+
+    Its ended jobs stay readable.
+    """
+    params = {"drain": "true"} if drain else {}
+    print_removal(remove("models", model, params), as_json)
+
+
+models.add_command(keep_command("model"))
+add_state_commands(models, "model")
+
+COMMANDS = (models, defaults, kinds)

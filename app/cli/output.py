@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -128,30 +128,81 @@ def path_segment(segment: str) -> str:
     return quote(segment, safe="")
 
 
-def read_json(text: str, what: str) -> Any:
-    """Parse a JSON argument: the text, - for standard input, or @FILE.  Raises UsageError."""
-    if text == "-":
-        text = sys.stdin.read()
-    elif text.startswith("@"):
+output_option = click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Save the file in the result; several as FILE-1, FILE-2, ...; a result without files as JSON.",
+)
+
+
+def no_result(job: dict[str, Any], output: Path | None) -> click.ClickException:
+    """Return the error of a command that was asked to save the result of a job without one."""
+    return click.ClickException(f"{output} was not written: the job is {job['status']}, and has no result.")
+
+
+def save_result(job: dict[str, Any], output: Path) -> bool:
+    """Write the files in a job's result, or the result as JSON, and print the paths.
+
+    Return False if the job has not completed.  Raises ClickException.
+    """
+    from app.result_files import files_in
+
+    if job["status"] != "completed":
+        return False
+    files = files_in(job.get("result"))
+    if not files:
+        _write(output, json.dumps(job.get("result")).encode())
+    for number, file in enumerate(files, 1):
+        path = output if len(files) == 1 else output.with_name(f"{output.stem}-{number}{output.suffix}")
         try:
-            with open(text[1:], encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"{what}: {text[1:]} cannot be read: {error}") from None
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"{what} is not JSON ({error}): {text[:80]}") from None
+            _write(path, file.content())
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+    return True
 
 
-def read_setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, whose value is JSON, @FILE, or a word without quotes.  Raises UsageError."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise click.UsageError(f"{text!r} is not NAME=VALUE.")
-    if value.startswith("@"):
-        return name, read_json(value, name)
+def _write(path: Path, content: bytes) -> None:
     try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+        path.write_bytes(content)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
+    echo(escape_line(f"{path}: {len(content)} bytes"), err=True)
+
+
+def without_files(result: Any) -> Any:
+    """Return the result with the size of each file instead of its base64."""
+    from app.result_files import shortened
+
+    return shortened(result)
+
+
+@contextmanager
+def acting_locally() -> Iterator[None]:
+    """Record the user of the terminal as the actor of changes, and turn errors into one line.
+
+    Raises ClickException for errors of the database and for invalid settings.
+    """
+    import socket
+
+    from slotkeeper import audit, logs
+    from slotkeeper.errors import SlotkeeperError
+
+    logs.configure()
+    try:
+        with audit.acting_as(audit.Actor(_user_name(), "command line", socket.gethostname())):
+            yield
+    except SlotkeeperError as error:
+        raise click.ClickException(error.detail) from error
+    except (ValueError, OSError) as error:
+        raise click.ClickException(" ".join(str(error).split())) from error
+
+
+def _user_name() -> str:
+    """Return the name of the user; in a container the user may have only an id."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"

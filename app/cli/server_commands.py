@@ -1,100 +1,22 @@
-"""Commands for operators: dead jobs, servers, models, the ledger and the live view."""
+"""Commands for inference servers: list, register, probe, check, reset, remove; and their presets."""
 
 import sys
 from typing import Any
 
 import click
 
-from app.cli import removal, state_commands
-from app.cli.arguments import read_attributes
+from app.cli.arguments import read_attributes, read_json
 from app.cli.output import (
     api_client,
     display,
     json_option,
-    limit_option,
     path_segment,
     print_fields,
     print_json,
     print_table,
-    read_json,
-    read_setting,
 )
-from app.cli.submit_commands import print_attempts, print_job, print_jobs
-from app.terminal import console, echo, escape_line
-from slotkeeper.client_errors import ApiError, ApiUnreachable
-
-_WATCH_JOBS = 12
-# Fields that _print_model prints as sentences, or that the configuration contains.
-_HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
-
-
-@click.group()
-def dlq() -> None:
-    """List, retry and delete dead jobs.
-
-    A job is dead when it has used up its retries, or when workers died while they ran it.
-    """
-
-
-@dlq.command("list")
-@click.option("--model")
-@limit_option
-@json_option
-def list_dead(model: str | None, limit: int, as_json: bool) -> None:
-    """List dead jobs."""
-    print_jobs(list(api_client().iter_pages("/admin/dlq", "jobs", limit, model=model)), as_json)
-
-
-@dlq.command("show")
-@click.argument("job_id", metavar="ID")
-@json_option
-def show_dead(job_id: str, as_json: bool) -> None:
-    """Show a dead job with all of its attempts."""
-    api = api_client()
-    job = api.get(f"/queue/jobs/{path_segment(job_id)}")
-    attempts = api.get(f"/queue/jobs/{path_segment(job_id)}/attempts")["attempts"]
-    if as_json:
-        print_json({**job, "attempts": attempts})
-        return
-    print_job(job)
-    print_attempts(attempts)
-
-
-@dlq.command("retry")
-@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
-def retry_dead(job_ids: tuple[str, ...]) -> None:
-    """Queue dead jobs again, with all retries available."""
-    for job_id in job_ids:
-        api_client().post(f"/admin/dlq/{path_segment(job_id)}/retry")
-        echo(f"{job_id}  queued")
-
-
-@dlq.command("retry-all")
-@click.option("--model", help="Only jobs of this model.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def retry_all_dead(model: str | None, yes: bool) -> None:
-    """Queue all dead jobs again."""
-    if not yes:
-        click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
-    api, retried, left_out, more = api_client(), 0, 0, True
-    with console(stderr=True).status("") as status:
-        while more:
-            answer = api.request("POST", "/admin/dlq/retry-all", params={"model": model})
-            retried, more, left_out = retried + answer["retried"], answer["more"], answer["left_out"]
-            status.update(f"{retried} jobs ...")
-    echo(f"{retried} jobs are queued again.")
-    if left_out:
-        count = f"{left_out} or more" if left_out >= 1000 else left_out
-        echo(f"Still dead, because their models were removed: {count}.  Register the models again, or delete the jobs.")
-
-
-@dlq.command("delete")
-@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
-def delete_dead(job_ids: tuple[str, ...]) -> None:
-    """Delete dead jobs permanently."""
-    for job_id in job_ids:
-        api_client().request("DELETE", f"/admin/dlq/{path_segment(job_id)}")
-        echo(f"{job_id}  deleted")
+from app.cli.state_commands import add_state_commands, keep_command, print_removal, remove
+from app.terminal import echo, escape_line, safe_json
 
 
 @click.group()
@@ -300,204 +222,157 @@ def register_server(
 def remove_server(server: str, drain: bool, force: bool, as_json: bool) -> None:
     """Remove a server.  Its models stay."""
     params = {name: "true" for name, is_set in (("drain", drain), ("force", force)) if is_set}
-    removal.print_removal(removal.remove("servers", server, params), as_json)
-
-
-servers.add_command(removal.keep_command("server"))
-
-
-@click.group()
-def models() -> None:
-    """Manage models and their configuration."""
-
-
-@models.command("list")
-@json_option
-def list_models(as_json: bool) -> None:
-    """List models."""
-    listed = api_client().get("/admin/models")["models"]
-    if as_json:
-        print_json(listed)
-    else:
-        _print_models(listed)
-
-
-def _print_models(listed: list[dict[str, Any]]) -> None:
-    rows = (
-        (
-            *(model[name] for name in ("model", "state", "model_type", "policy", "slots", "waiting")),
-            ", ".join(model["servers"]),
-        )
-        for model in listed
-    )
-    titles = ("model", "state", "type", "policy", "slots", "waiting", "servers")
-    print_table(titles, rows, "There are no models.  `slotkeeper servers register` adds a model with its server.")
-
-
-@models.command("show")
-@click.argument("model")
-@json_option
-def show_model(model: str, as_json: bool) -> None:
-    """Show the state and the configuration of a model.
-
-    Also says how long jobs may wait.  A * marks each setting of the model that differs from the default.
-    """
-    api = api_client()
-    state = api.get(f"/admin/models/{path_segment(model)}")
-    configuration = api.get(f"/admin/model-configs/{path_segment(model)}")
-    if as_json:
-        print_json({**state, **configuration})
-        return
-    _print_model(state)
-    overrides, settings = configuration["overrides"], configuration["config"]
-    print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
-
-
-def _print_model(state: dict[str, Any]) -> None:
-    load = state["load"] or {}
-    print_fields({**state, **load, "servers": ", ".join(state["servers"])}, _HIDDEN_MODEL_FIELDS)
-    if state.get("removal"):
-        remaining = removal.format_counts(state["removal"]["remaining"])
-        echo(escape_line(f"The model is being removed; jobs that have not ended: {remaining}."))
-    echo(state["longest_wait"])
-    if load.get("work_s"):
-        echo(f"The waiting jobs are about {load['work_s']:g} s of work for the slots of the model.")
-    echo()
-
-
-@models.command("configure")
-@click.argument("model")
-@click.argument("settings", metavar="NAME=VALUE...", nargs=-1, required=True)
-@json_option
-def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
-    """Change settings of a model; the others stay.
-
-    A value is JSON; a word without quotes is a string.
-
-    \b
-    slotkeeper models configure flux model_type=async poll_interval=0.5
-    slotkeeper models configure flux preset=slot-protocol description=@flux.json
-    """
-    api, path = api_client(), f"/admin/model-configs/{path_segment(model)}"
-    changes = dict(read_setting(setting) for setting in settings)
-    answer = api.request("PUT", path, body={**_overrides(api, path), **changes})
-    if as_json:
-        print_json(answer)
-        return
-    print_fields({name: answer["config"].get(name) for name in changes})
-
-
-def _overrides(api: Any, path: str) -> dict[str, Any]:
-    """Return the settings of a model that differ from the defaults; {} for an unknown model."""
-    try:
-        overrides: dict[str, Any] = api.get(path)["overrides"]
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        return {}
-    return overrides
-
-
-@models.command("reset")
-@click.argument("model")
-def reset_model(model: str) -> None:
-    """Reset all settings of a model to their defaults."""
-    api_client().request("DELETE", f"/admin/model-configs/{path_segment(model)}")
-    echo(f"{model} has the default configuration.")
-
-
-@models.command("remove")
-@click.argument("model")
-@click.option("--drain", is_flag=True, help="Accept no new jobs, and remove it when its jobs have ended.")
-@json_option
-def remove_model(model: str, drain: bool, as_json: bool) -> None:
-    """Remove a model with its configuration and statistics.
-
-    Its ended jobs stay readable.
-    """
-    params = {"drain": "true"} if drain else {}
-    removal.print_removal(removal.remove("models", model, params), as_json)
-
-
-models.add_command(removal.keep_command("model"))
+    print_removal(remove("servers", server, params), as_json)
 
 
 @click.command()
+@click.argument("name", required=False)
 @json_option
-def ledger(as_json: bool) -> None:
-    """Count all accepted jobs and check that none is missing.
+def presets(name: str | None, as_json: bool) -> None:
+    """List the presets of inference servers, or show one.
 
-    Exit status 1: the counts of the states do not add up to the accepted jobs.
+    A preset describes the API of one kind of server, such as cog.
+
+    \b
+    slotkeeper presets cog
+    slotkeeper models configure flux preset=cog
     """
-    answer = api_client().get("/admin/ledger")
+    answer = api_client().get("/admin/presets" if name is None else f"/admin/presets/{path_segment(name)}")
     if as_json:
         print_json(answer)
+    elif name is None:
+        rows = ((row["name"], row["title"], row["evidence"], row["servers"]) for row in answer["presets"])
+        print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
+        for model in answer["behind"]:
+            echo(f"Model {escape_line(model['model'])} uses an older version of {model['preset']}; update it with:")
+            echo(f"  slotkeeper models configure {path_segment(model['model'])} preset={model['preset']}")
     else:
-        rows = [(state, count, answer["purged"].get(state, 0)) for state, count in answer["by_state"].items()]
-        print_table(("state", "jobs", "deleted"), rows, "")
-        verdict = "each has a state" if answer["balanced"] else "BUT THE COUNTS OF THE STATES DO NOT ADD UP TO THIS"
-        echo(f"{answer['accepted']} jobs were accepted; {verdict}.")
-        if any(answer["purged"].values()):
-            echo("Deleted: after their retention, or dead jobs that an operator has deleted.")
-    if not answer["balanced"]:
+        _print_preset(answer)
+
+
+def _print_preset(preset: dict[str, Any]) -> None:
+    print_fields({key: preset[key] for key in ("name", "title", "servers", "evidence", "checked")})
+    for note in preset["notes"]:
+        echo(f"- {escape_line(note)}")
+    echo()
+    echo(safe_json(preset["description"], indent=2))
+    echo()
+    _print_commands("MODEL", "SERVER", preset["name"], preset["endpoint"], preset["slots"])
+    echo(f"slotkeeper submit MODEL {_quoted(safe_json(preset['payload']))}")
+
+
+def _print_commands(model: str, server: str, preset: str, endpoint: str, slots: int) -> None:
+    """Print the commands that register a server."""
+    echo(f"slotkeeper models configure {model} preset={preset}")
+    echo(f"slotkeeper servers register {model} {server} {_quoted(endpoint)} --slots {slots}")
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)
+
+
+@servers.command("probe")
+@click.argument("url")
+@click.option("--preset", metavar="NAME", help="Use this preset instead of the detected one.")
+@click.option("--payload", metavar="JSON", help="Run a job on the server: JSON, @FILE, or - for standard input.")
+@click.option("--model", help="The model whose secrets may be sent to the server.")
+@click.option(
+    "--patience",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0, 25, min_open=True),
+    help="Time limit in seconds.",
+)
+@json_option
+def probe(url: str, preset: str | None, payload: str | None, model: str | None, patience: float, as_json: bool) -> None:
+    """Detect which kind of inference server answers at URL.
+
+    With --payload, also runs a job on the server.  Registers nothing.  Shows each request with the rule that classified
+    the response, and ends with the commands that register the server.  Exit status 1: no server answers, the job
+    did not complete, or the server does not say which models it has.
+
+    \b
+    slotkeeper servers probe http://10.0.0.4:5000 --payload '{"prompt": "a cat"}'
+    """
+    body: dict[str, Any] = {"url": url, "preset": preset, "model": model, "patience": patience}
+    body = {key: value for key, value in body.items() if value is not None}
+    if payload is not None:
+        body["payload"] = read_json(payload, "payload")
+    result = api_client().post("/admin/servers/probe", body)
+    if as_json:
+        print_json(result)
+    else:
+        _print_probe(result, model or "MODEL")
+    if not result["reachable"] or _lacks_name(result) or (result["outcome"] or {"kind": "done"})["kind"] != "done":
         sys.exit(1)
 
 
-@click.command()
-@click.option(
-    "--every", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds between updates."
-)
-def watch(every: float) -> None:
-    """Show queues, slots and newest jobs live, until Ctrl-C."""
-    import time
-
-    from rich.live import Live
-
-    api = api_client()
-    screen = console()
-    view = _render_view(api)  # Before the live view starts, so that an error is printed in the usual way.
-    with Live(view, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
-        try:
-            while True:
-                live.update(view, refresh=True)
-                time.sleep(every)
-                try:
-                    view = _render_view(api)
-                except (ApiError, ApiUnreachable) as error:  # for example while the API restarts
-                    view = error.message
-        except KeyboardInterrupt:
-            return
-
-
-def _render_view(api: Any) -> Any:
-    """Return the live view: totals, fleets and newest jobs, as a rich renderable."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-
-    from app.cli.output import age
-
-    def new_table(title: str, *names: str) -> Table:
-        table = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        table.columns[0].no_wrap = True
-        return table
-
-    fleets = new_table("Fleets", "fleet", "waiting", "taken", "free", "cooling", "servers")
-    answer = api.get("/admin/servers")
-    for fleet in answer["fleets"] or []:
-        names = [f"{s['server']} ({s['state']})" for s in answer["servers"] if s["fleet"] == fleet["fleet"]]
-        counts = [display(fleet[name]) for name in ("fleet", "waiting", "taken", "free", "cooling")]
-        fleets.add_row(*map(escape_line, [*counts, ", ".join(names)]))
-    newest = new_table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
-    for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
-        values = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
-        newest.add_row(*(escape_line(display(value)) for value in values), age(job["created_at"]))
-    states = api.get("/admin/ledger")["by_state"]
-    summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
-    return Group(f"{api.url}   {summary}\n", fleets, newest)
+def _print_probe(result: dict[str, Any], model: str) -> None:
+    for exchange in result["exchanges"]:
+        _print_exchange(exchange)
+    if not result["reachable"]:
+        echo("No server answers at this URL; check that it runs and that the host of the API can reach it.")
+        return
+    for match in result["candidates"]:
+        echo(escape_line(f"{match['preset']}: {match['because']} (weight {match['weight']})"))
+    if not result["candidates"]:
+        echo("No preset matches.  If the server answers a POST with the result, use --preset generic-sync.")
+    if result["health"]:
+        echo(escape_line(f"health: {safe_json(_drop_empty(result['health']))}"))
+    if result["outcome"]:
+        echo(escape_line(f"job: {safe_json(result['outcome'])}"))
+    if _lacks_name(result):
+        echo()
+        echo(
+            "The server does not say which models it has.  Put the model's name in the place of MODEL, and probe again:"
+        )
+        echo(escape_line(f"slotkeeper servers probe {result['endpoint']}"))
+    elif (result["outcome"] or {"kind": "done"})["kind"] == "done":
+        echo()
+        _print_commands(model, "SERVER", result["preset"], result["endpoint"], 1)
 
 
-state_commands.add_state_commands(servers, "server")
-state_commands.add_state_commands(models, "model")
+def _lacks_name(result: dict[str, Any]) -> bool:
+    """Return whether the endpoint has the placeholder of a model's name that the server did not report."""
+    return "/MODEL" in (result["endpoint"] or "")
 
-COMMANDS = (dlq, servers, models, ledger, watch)
+
+def _drop_empty(health: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in health.items() if value not in (None, "", [])}
+
+
+def _print_exchange(exchange: dict[str, Any]) -> None:
+    response = f"{exchange['status']} {exchange['answer']}" if exchange["status"] is not None else exchange["answer"]
+    echo(escape_line(f"{exchange['step']}  {exchange['request']}  {exchange['took_ms']} ms  ->  {response}"))
+    if exchange["rule"]:
+        echo(escape_line(f"    {exchange['means']}, by {exchange['rule']}"))
+
+
+@servers.command("check")
+@click.argument("server")
+@json_option
+def check(server: str, as_json: bool) -> None:
+    """Explain why a server gets no jobs.
+
+    Exit status 1: there is a reason other than that no job waits.
+    """
+    result = api_client().get(f"/admin/servers/{path_segment(server)}/check")
+    if as_json:
+        print_json(result)
+    elif not result["reasons"]:
+        echo(escape_line(result["sentence"]))
+    else:
+        rows = ((reason["code"], reason["until"], reason["sentence"]) for reason in result["reasons"])
+        print_table(("reason", "until", ""), rows, "")
+        if result["health"]:
+            echo(escape_line(f"The server reports: {safe_json(_drop_empty(result['health']))}"))
+    if any(reason["code"] != "nothing_waits" for reason in result["reasons"]):
+        sys.exit(1)
+
+
+servers.add_command(keep_command("server"))
+add_state_commands(servers, "server")
+
+COMMANDS = (servers, presets)

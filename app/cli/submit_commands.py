@@ -15,20 +15,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from app.cli.arguments import RequestCommand, read_json, read_request
 from app.cli.output import (
-    age,
     api_client,
     display,
     json_option,
-    limit_option,
-    path_segment,
-    print_fields,
+    no_result,
+    output_option,
     print_json,
-    print_table,
-    read_json,
+    save_result,
+    without_files,
 )
-from app.cli.request_options import RequestCommand, read_request
-from app.cli.results import no_result, output_option, save_result, without_files
 from app.terminal import INTERRUPTED, console, echo, escape_line
 from slotkeeper import trace_context
 from slotkeeper.client_errors import ApiError, ClientError
@@ -38,11 +35,9 @@ if TYPE_CHECKING:
 
 Job = dict[str, Any]
 
-_STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
 _BATCH_JOBS = 200
 _BATCH_BYTES = 4 << 20
 _BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")  # a UUIDv7
-_HIDDEN_FIELDS = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
 @click.command(cls=RequestCommand)
@@ -74,7 +69,7 @@ def submit(
     for notice in sorted({job["notice"] for job in jobs if job.get("notice")}):
         echo(notice, err=True)
     if wait:
-        jobs = _wait(api_client(), jobs)
+        jobs = wait_for_jobs(api_client(), jobs)
     from slotkeeper.client import is_final
 
     is_saved = output is None or save_result(jobs[0], output)
@@ -111,7 +106,7 @@ def _trace_header() -> dict[str, str]:
     return {} if traceparent is None else {"traceparent": traceparent}
 
 
-def _wait(api: "Client", jobs: list[Job]) -> list[Job]:
+def wait_for_jobs(api: "Client", jobs: list[Job]) -> list[Job]:
     """Wait until the jobs have ended, and return them.  On Ctrl-C exit with status 130; the jobs continue."""
     try:
         if len(jobs) == 1:
@@ -189,7 +184,7 @@ def start_of(job: Job) -> str:
     return f"starts in about {job['estimated_start_s']:g} s"
 
 
-def _format_basis(explanation: Mapping[str, Any]) -> str:
+def format_basis(explanation: Mapping[str, Any]) -> str:
     """Return what the estimated start is computed from, as text."""
     basis = explanation.get("estimate_basis")
     if not basis:
@@ -339,159 +334,4 @@ def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[byte
         return
 
 
-@click.command("jobs")
-@click.option("--status", type=click.Choice(_STATES))
-@click.option("--model")
-@click.option("--batch", help="Only jobs of this batch.")
-@click.option("--label", metavar="NAME=VALUE", multiple=True, help="Only jobs with this label; repeat it for several.")
-@limit_option
-@json_option
-def list_jobs(
-    status: str | None, model: str | None, batch: str | None, label: tuple[str, ...], limit: int, as_json: bool
-) -> None:
-    """List jobs, the newest first."""
-    filters = {"status": status, "model": model, "batch": batch, "label": list(label) or None}
-    print_jobs(list(api_client().iter_pages("/queue/jobs", "jobs", limit, **filters)), as_json)
-
-
-def print_jobs(jobs: list[Job], as_json: bool) -> None:
-    if as_json:
-        print_json(jobs)
-        return
-    rows = (
-        (
-            job["job_id"],
-            job["model"],
-            job["status"],
-            job["priority"],
-            job["attempts"],
-            job["slot"],
-            age(job["created_at"]),
-            ((job.get("error") or job.get("last_error")) or {}).get("code"),
-        )
-        for job in jobs
-    )
-    print_table(
-        ("job", "model", "status", "priority", "attempts", "slot", "age", "error"), rows, "There are no such jobs."
-    )
-
-
-@click.command("job")
-@click.argument("job_id", metavar="ID")
-@click.option("--wait", is_flag=True, help="Wait until the job ends.")
-@output_option
-@json_option
-def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
-    """Show a job and its result.
-
-    With --wait the exit status is 0 only if the job completed, and 3 if its state is unknown.
-    """
-    api = api_client()
-    job = dict(api.get_job(job_id, patience_s=0))
-    if wait:
-        (job,) = _wait(api, [job])
-    is_saved = output is None or save_result(job, output)
-    if as_json:
-        print_json(job)
-    else:
-        print_job(job)
-    if not is_saved:
-        raise no_result(job, output)
-    if wait and job["status"] != "completed":
-        sys.exit(1)
-
-
-def print_job(job: Job) -> None:
-    print_fields(job, _HIDDEN_FIELDS)
-    for name in ("error", "last_error"):
-        if job.get(name):
-            echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {escape_line(job[name]['message'])}")
-    if job.get("result") is not None:
-        echo("result:")
-        print_json(without_files(job["result"]))
-
-
-@click.command()
-@click.argument("job_id", metavar="ID")
-@json_option
-def explain(job_id: str, as_json: bool) -> None:
-    """Explain what a job waits for and when it should start."""
-    explanation = api_client().get(f"/queue/jobs/{path_segment(job_id)}/explain")
-    if as_json:
-        print_json(explanation)
-        return
-    echo(escape_line(explanation["sentence"]))
-    if start := start_of(explanation):
-        echo(f"The job {start}{_format_basis(explanation)}.")
-    before = ", ".join(explanation["before"]) or None
-    print_fields(
-        {
-            "jobs ahead": explanation["ahead"],
-            "just before": before,
-            "policy": explanation["policy"],
-            "overtaken": _format_overtaking(explanation),
-        }
-    )
-    if explanation["servers"]:
-        rows = [(name, obstacle or "can take the job") for name, obstacle in explanation["servers"].items()]
-        print_table(("server", "now"), rows, "")
-
-
-def _format_overtaking(explanation: Job) -> str | None:
-    """Return which later jobs can overtake a job, as text; None: there is no limit."""
-    match explanation["longest_overtaking_s"]:
-        case None:
-            return None
-        case 0:
-            return "by no job that is submitted later"
-        case bound_s:
-            return f"only by jobs that are submitted up to {bound_s:g} s later"
-
-
-@click.command()
-@click.argument("job_id", metavar="ID")
-@json_option
-def cancel(job_id: str, as_json: bool) -> None:
-    """Cancel a job that waits or runs.
-
-    A running job is canceled on its server, if the server can do that.
-    """
-    answer = api_client().cancel(job_id, patience_s=0)
-    if as_json:
-        print_json(answer)
-    else:
-        echo(f"{answer['job_id']}  {answer['status']}")
-
-
-@click.command()
-@click.argument("job_id", metavar="ID")
-@json_option
-def attempts(job_id: str, as_json: bool) -> None:
-    """List the attempts of a job and how each ended."""
-    answer = api_client().get(f"/queue/jobs/{path_segment(job_id)}/attempts")
-    if as_json:
-        print_json(answer)
-    else:
-        print_attempts(answer["attempts"])
-
-
-def print_attempts(attempts: list[dict[str, Any]]) -> None:
-    rows = (
-        (
-            attempt["attempt"],
-            attempt["slot"],
-            attempt["started_at"],
-            attempt["ended_at"],
-            attempt["outcome"],
-            _format_error(attempt["error"]),
-        )
-        for attempt in attempts
-    )
-    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "The job has not started yet.")
-
-
-def _format_error(error: dict[str, Any] | None) -> str | None:
-    return f"{error['code']}: {error['message']}" if error else None
-
-
-COMMANDS = (submit, submit_file, list_jobs, show_job, explain, cancel, attempts)
+COMMANDS = (submit, submit_file)

@@ -1,11 +1,14 @@
-"""Commands that manage the secrets of inference servers."""
+"""Commands for tenants, their keys and limits, and for the secrets of inference servers."""
 
+import re
 import sys
 
 import click
 
-from app.cli.output import api_client, json_option, path_segment, print_json, print_table
-from app.terminal import echo
+from app.cli.output import acting_locally, api_client, json_option, path_segment, print_json, print_table
+from app.cli.state_commands import add_state_commands
+from app.terminal import echo, escape_line
+from slotkeeper.errors import NotFound
 
 
 @click.group()
@@ -74,4 +77,183 @@ def _format_models(models: list[str] | None) -> str:
     return "all models" if models is None else ", ".join(models)
 
 
-COMMANDS = (secrets,)
+_SHOWN_PROCESSES = 5
+
+
+@click.group()
+def tenants() -> None:
+    """Manage tenants, their keys and their limits.
+
+    list, add, change, rotate and remove work directly on the database of this machine.  pause, drain, freeze and resume
+    call the API, so that they take effect at once on all hosts.
+    """
+
+
+@tenants.command("list")
+@json_option
+def list_tenants(as_json: bool) -> None:
+    """List the tenants with their limits and states.
+
+    A tenant without a key is listed only while it is paused, draining or frozen.
+    """
+    with acting_locally():
+        by_name = {tenant.name: tenant for tenant in _tenants().list_all()}
+        states = _states()
+    fields = ("admin", "rate_per_s", "burst")
+    listed = [
+        {
+            "name": name,
+            **{field: getattr(by_name.get(name), field, None) for field in fields},
+            "state": states.get(name, "online"),
+        }
+        for name in sorted(by_name.keys() | states.keys())
+    ]
+    if as_json:
+        print_json(listed)
+        return
+    titles = ("name", "admin", "submits per s", "at once", "state")
+    print_table(
+        titles,
+        (list(tenant.values()) for tenant in listed),
+        "There are no tenants.  Add one with: slotkeeper tenants add NAME",
+    )
+
+
+@tenants.command("add")
+@click.argument("name")
+@click.option("--admin", is_flag=True, help="The tenant may also administer.")
+@click.option("--audit", is_flag=True, help="The tenant may read the audit log.")
+@click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
+@click.option("--burst", type=click.IntRange(min=1), help="Submits at once, above --rate.")
+@json_option
+def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
+    """Add a tenant and print its key.
+
+    The key cannot be read again.
+    """
+    from slotkeeper.clock import now_ms
+    from slotkeeper.registry.tenants import Tenant
+
+    if burst is not None and rate is None:
+        raise click.UsageError("--burst needs --rate; give both.")
+    with acting_locally():
+        key = _tenants().add(Tenant(name, admin, rate, burst, audit), now_ms())
+    if as_json:
+        print_json({"name": name, "key": key})
+        return
+    echo(key)
+    from app.config import AppSettings
+
+    use = (
+        "Commands use it as SLOTKEEPER_KEY, requests as `Authorization: Bearer KEY`."
+        if AppSettings().require_keys
+        else "The API does not require keys before it is started with SLOTKEEPER_REQUIRE_KEYS=true."
+    )
+    echo(f"Save this key now: it cannot be read again.  {use}", err=True)
+
+
+@tenants.command("change")
+@click.argument("name")
+@click.option("--rate", type=click.IntRange(0, 1_000_000), help="Submits per second; 0: no limit.")
+@click.option("--burst", type=click.IntRange(0, 1_000_000), help="Submits at once; 0: as many as --rate says.")
+def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
+    """Change the limits of a tenant.
+
+    The new limits take effect within seconds.  The key and the webhooks of the tenant stay.
+    """
+    limits = {field: value or None for field, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
+    if not limits:
+        raise click.UsageError("Nothing to change; give --rate, --burst or both.")
+    with acting_locally():
+        _tenants().change(name, limits)
+    echo(f"Tenant {escape_line(name)} is changed.")
+
+
+@tenants.command("rotate")
+@click.argument("name")
+@click.option(
+    "--overlap", default="0s", metavar="TIME", help="How long the previous key stays valid, such as 30min or 1h."
+)
+@json_option
+def rotate_key(name: str, overlap: str, as_json: bool) -> None:
+    """Create a new key for a tenant and print it.
+
+    The new key is valid at once and cannot be read again.  The previous key stops working within seconds, or after
+    --overlap.  If you rotate again before that, only the two latest keys are valid.
+    """
+    from slotkeeper.clock import now_ms
+
+    overlap_s = _seconds(overlap)
+    with acting_locally():
+        key = _tenants().rotate_key(name, overlap_s * 1000, now_ms())
+    if as_json:
+        print_json({"name": name, "key": key, "overlap_s": overlap_s})
+        return
+    echo(key)
+    echo(f"Save this key now: it cannot be read again.  The previous key stays valid for {overlap}.", err=True)
+
+
+def _seconds(duration: str) -> int:
+    """Return the seconds of a duration such as 90s, 30min, 1h or 2d.  Raises UsageError."""
+    parts = re.fullmatch("([0-9]{1,7})(s|min|h|d)", duration)
+    seconds = int(parts[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86_400}[parts[2]] if parts else None
+    if seconds is None or seconds > 30 * 86_400:
+        raise click.UsageError(f"--overlap {duration!r} is not a time of at most 30d; write 90s, 30min, 1h or 2d.")
+    return seconds
+
+
+@tenants.command("remove")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def remove_tenant(name: str, yes: bool) -> None:
+    """Remove a tenant with its keys and webhooks.
+
+    The command shows what the tenant has and asks for confirmation.  The jobs of the tenant stay and continue.
+    """
+    from slotkeeper.outbox.subscriptions import delete_of_tenant
+
+    with acting_locally():
+        registry = _tenants()
+        if all(tenant.name != name for tenant in registry.list_all()):
+            raise NotFound(f"There is no tenant {name!r}.")
+        holdings = _format_holdings(name)
+    echo(f"Tenant {escape_line(name)} has {holdings}.", err=True)
+    echo("Its keys stop working and its webhooks are deleted; its jobs continue.", err=True)
+    if not yes:
+        click.confirm("Remove this tenant?", abort=True, err=True)
+    with acting_locally():
+        registry.remove(name, also=delete_of_tenant)
+    echo(f"Tenant {escape_line(name)} is removed.")
+
+
+def _format_holdings(name: str) -> str:
+    """Return the numbers of jobs and webhooks of a tenant, as text."""
+    from routing.queries.job_list import count_tenant_holdings
+    from tasks.services import database
+
+    holdings = count_tenant_holdings(database(), name)
+    jobs = ", ".join(f"{count} {state}" for state, count in holdings.active.items()) or "none"
+    return f"jobs that have not ended: {jobs}; webhooks: {holdings.webhooks}"
+
+
+def _states() -> dict[str, str]:
+    """Return the state of each tenant that is not online."""
+    from tasks.services import catalog
+
+    return {name: tenant.state for name, tenant in catalog().read().tenants.items()}
+
+
+def _tenants():  # type: ignore[no-untyped-def]
+    """Return the registry of tenants.  Raises ClickException: the database has another schema."""
+    from migrations.migrate import check
+    from slotkeeper.registry.tenants import Tenants
+    from tasks.services import database
+
+    if problem := check(database().url):
+        raise click.ClickException(problem)
+    return Tenants(database())
+
+
+add_state_commands(tenants, "tenant")
+
+COMMANDS = (tenants, secrets)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from app.cli.arguments import read_json
 from app.cli.output import (
     age,
     api_client,
@@ -15,7 +16,6 @@ from app.cli.output import (
     print_fields,
     print_json,
     print_table,
-    read_json,
 )
 from app.terminal import echo, escape_line
 

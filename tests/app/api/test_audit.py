@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from app.cli.audit import audit
+from app.cli.operation_commands import audit
 from slotkeeper.registry.tenants import Tenant, Tenants
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job
@@ -110,7 +110,7 @@ def test_the_command_line_exports_all_of_them(api: Api, monkeypatch: pytest.Monk
         def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Any:
             return iter(api.client.get(path).json[items][:limit])
 
-    monkeypatch.setattr("app.cli.audit.api_client", Asked)
+    monkeypatch.setattr("app.cli.operation_commands.api_client", Asked)
     file = tmp_path / "acts.jsonl"
     done = CliRunner().invoke(audit, ["--export", str(file)])
     assert done.exit_code == 0, done.output

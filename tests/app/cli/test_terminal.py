@@ -185,7 +185,7 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
 
 
 def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
-    from app.cli.server_commands import _render_view
+    from app.cli.operation_commands import _render_view
     from slotkeeper.client import Client
 
     for path, body in {

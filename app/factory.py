@@ -21,7 +21,7 @@ from app.api import (
 from app.auth import access
 from app.config import AppSettings
 from app.context import Context
-from app.page import login, screens
+from app.page import screens
 from app.readiness import PROBES, Readiness
 from slotkeeper.process import package_version
 from slotkeeper.registry.tenants import Tenants
@@ -86,4 +86,3 @@ def configure(app: Flask, settings: AppSettings) -> None:
         dispatcher, services.scripts(), services.processes(), services.process_counters()
     )
     access.configure_access(app, settings, Tenants(services.database()))
-    login.equip(app)

@@ -117,7 +117,8 @@ def _handlers() -> dict[type[Exception], Callable[[Any], Response | HTTPExceptio
 
 
 def _from_problem_error(error: ProblemError) -> Response:
-    return problem_response(error.status, error.code, error.title, error.detail, error.facts)
+    headers = {"WWW-Authenticate": 'Bearer realm="slotkeeper"'} if error.status == 401 else None
+    return problem_response(error.status, error.code, error.title, error.detail, error.facts, headers)
 
 
 def _from_slotkeeper_error(error: SlotkeeperError) -> Response:

@@ -6,6 +6,7 @@ from flask import request
 
 from app.api.openapi import blueprint, optional_headers, problem_responses, response_of
 from app.auth.access import own_auth
+from app.auth.api_keys import read_bearer
 from app.context import context, dispatcher
 from app.problems import ProblemError
 from app.request_json import read_body
@@ -82,7 +83,4 @@ def _job_of_token(job_id: str) -> Job:
 
 def _token() -> str:
     """Return the token in a header or in the URL: some servers push to a URL and cannot send a header."""
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return token.strip()
-    return request.headers.get("X-Callback-Token") or request.args.get("token", "")
+    return read_bearer(request.environ) or request.headers.get("X-Callback-Token") or request.args.get("token", "")

@@ -15,19 +15,18 @@ from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Request, Response, g, request
-from flask_httpauth import HTTPTokenAuth
+from flask import Flask, Request, g
 
+from app.auth.api_keys import read_bearer
 from app.config import AppSettings, is_loopback
 from app.context import application, current_request
-from app.problems import ProblemError, problem_response
+from app.problems import ProblemError
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
 from slotkeeper.registry.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key
 
 View = TypeVar("View", bound=Callable[..., object])
 
-ADMIN, AUDIT = "admin", "audit"
 _COMMAND_LINE = "slotkeeper-cli"
 """The User-Agent of the command line.  Any client can send it, so it is only logged, and allows nothing."""
 _EXTENSION = "slotkeeper_keys"
@@ -39,16 +38,6 @@ _FORWARDED = re.compile(
 )
 # A page of another origin can send these only after a CORS preflight request, which the API never allows.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
-
-
-class _Bearer(HTTPTokenAuth):
-    """Flask-HTTPAuth's token scheme.  Each client is LOCAL_TENANT if no keys are required."""
-
-    def authenticate(self, auth: Any, stored_password: Any) -> Any:
-        return LOCAL_TENANT if keys() is None else super().authenticate(auth, stored_password)
-
-
-_scheme = _Bearer("Bearer", realm="slotkeeper")
 
 
 def keys() -> "Keys | None":
@@ -133,7 +122,7 @@ def set_tenant(tenant: Tenant) -> None:
 
 def _set_actor(tenant: Tenant, interface: str) -> None:
     """Set the tenant of this request, and the actor for the audit log and the log."""
-    g.flask_httpauth_user = tenant
+    g.tenant = tenant
     logs.bind_context(tenant=tenant.name)
     audit.set_actor(Actor(tenant.name, interface, current_request().environ.get("REMOTE_ADDR") or None))
 
@@ -146,7 +135,7 @@ def _reset_actor(_: BaseException | None) -> None:
 
 def current_tenant() -> Tenant:
     """Return the tenant of this request."""
-    tenant = g.get("flask_httpauth_user")
+    tenant = g.get("tenant")
     assert isinstance(tenant, Tenant), "a view without authentication has no tenant"
     return tenant
 
@@ -157,81 +146,64 @@ def visible_tenant() -> str | None:
     return None if tenant.admin else tenant.name
 
 
-def authorize() -> Response | None:
-    """Authorize this request before its view.  Return the refusal, or None.  Raises ProblemError."""
+def authorize() -> None:
+    """Authorize this request before its view.  Raises ProblemError."""
     request = current_request()
     view = application().view_functions.get(request.endpoint or "")
     if view is None or getattr(view, "has_own_auth", False):
-        return None
-    environ, requires_key = request.environ, keys() is not None
-    if not requires_key:
+        return
+    environ = request.environ
+    if keys() is None:
         reject_remote(environ)
     if getattr(view, "public", False) or getattr(view, "is_page", False):
-        return None
+        return
     if getattr(view, "shows_metrics", False):
-        return None if _has_metrics_key() else require_admin()
+        if not _has_metrics_key(environ):
+            _require_admin(_identify(environ))
+        return
     method = environ["REQUEST_METHOD"]
     if method in _CHANGING_METHODS:
         reject_form_body(request)
-    refusal: Response | None = _identify() if requires_key else None
-    if refusal is None and method != "OPTIONS":  # Flask-HTTPAuth authenticates no OPTIONS request.
-        tenant = current_tenant() if requires_key else LOCAL_TENANT
-        _set_actor(tenant, "command line" if environ.get("HTTP_USER_AGENT") == _COMMAND_LINE else "REST")
-    return refusal
+    if method != "OPTIONS":  # Its response names the methods of a path, and nothing else.
+        is_command_line = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
+        _set_actor(_identify(environ), "command line" if is_command_line else "REST")
 
 
-def _has_metrics_key() -> bool:
-    key = _settings().metrics_key.encode()
-    scheme, _, sent_key = request.headers.get("Authorization", "").partition(" ")
-    is_bearer = scheme.lower() == "bearer"
-    return bool(key) and keys() is not None and is_bearer and compare_digest(sent_key.encode(errors="replace"), key)
+def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
+    key, sent_key = _settings().metrics_key.encode(), read_bearer(environ).encode(errors="replace")
+    return bool(key) and keys() is not None and compare_digest(sent_key, key)
 
 
-@_scheme.login_required
-def _identify() -> None:
-    """Let Flask-HTTPAuth read the header and store the tenant in `g`."""
+def _identify(environ: Mapping[str, Any]) -> Tenant:
+    """Return the tenant of a request.  Raises ProblemError 401."""
+    cached_keys, key = keys(), read_bearer(environ)
+    if cached_keys is None:
+        return LOCAL_TENANT
+    tenant = cached_keys.tenant(key) if key else None
+    if tenant is None:
+        detail = "Send a valid key in the header: Authorization: Bearer sk_…"
+        raise ProblemError(401, "unauthorized", "No valid key", detail)
+    return tenant
 
 
-def require_admin() -> Response | None:
-    """Return the refusal of a request without an administrator's key, or None.  For before_request."""
-    refusal: Response | None = _identify_admin()
-    return refusal
+def require_admin() -> None:
+    """Refuse a request without an administrator's key.  For before_request.  Raises ProblemError 403."""
+    if current_request().method != "OPTIONS":
+        _require_admin(current_tenant())
 
 
-@_scheme.login_required(role=ADMIN)
-def _identify_admin() -> None:
-    """As _identify, and require an administrator."""
+def require_audit() -> None:
+    """Refuse a request without the right to audit or to administer.  For before_request.  Raises ProblemError 403."""
+    if current_request().method != "OPTIONS":
+        tenant = current_tenant()
+        if not tenant.audits:
+            _require_admin(tenant)
 
 
-def require_audit() -> Response | None:
-    """Return the refusal of a request without the right to audit or to administer, or None.  For before_request."""
-    refusal: Response | None = _identify_auditor()
-    return refusal
-
-
-@_scheme.login_required(role=AUDIT)
-def _identify_auditor() -> None:
-    """As _identify, and require the right to audit."""
-
-
-@_scheme.verify_token
-def _verify(key: str) -> Tenant | None:
-    cached_keys = keys()
-    return None if cached_keys is None else cached_keys.tenant(key)
-
-
-@_scheme.get_user_roles
-def _roles(user: Tenant) -> list[str]:
-    return [ADMIN, AUDIT] if user.admin else [AUDIT] if user.audits else []
-
-
-@_scheme.error_handler
-def _refusal(status: int) -> Response:
-    if status == 403:
+def _require_admin(tenant: Tenant) -> None:
+    if not tenant.admin:
         detail = "Send the key of a tenant that may administer, or that has the right to do this."
-        return problem_response(403, "forbidden", "Not allowed", detail)
-    detail = "Send a valid key in the header: Authorization: Bearer sk_…"
-    return problem_response(401, "unauthorized", "No valid key", detail)
+        raise ProblemError(403, "forbidden", "Not allowed", detail)
 
 
 # -- without keys ------------------------------------------------------------------------------------------

@@ -90,10 +90,15 @@ class KeyCache:
 
     def _hashed_key(self, environ: Mapping[str, Any]) -> str:
         """Return the hash of a request's key, which is in the header or in the session; "": it has none."""
-        scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        if scheme.lower() == "bearer" and key.strip():
-            return hash_key(key.strip())
+        if key := read_bearer(environ):
+            return hash_key(key)
         return self._sessions(environ["HTTP_COOKIE"]) if "HTTP_COOKIE" in environ else ""
+
+
+def read_bearer(environ: Mapping[str, Any]) -> str:
+    """Return the token in the header Authorization of a request; "": it has none."""
+    scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _owner(tenant: Tenant) -> Owner:

@@ -100,7 +100,7 @@ def keys_required() -> bool:
 
 def is_logged_in() -> bool:
     """Return whether the request has a tenant."""
-    return getattr(g, "flask_httpauth_user", None) is not None
+    return getattr(g, "tenant", None) is not None
 
 
 def may_audit() -> bool:

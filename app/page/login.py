@@ -18,7 +18,6 @@ from app.auth import access, session_cookie
 from app.auth.access import current_tenant, page_access, set_tenant
 from app.auth.session_cookie import Session
 from app.config import AppSettings
-from app.page.attempts import Attempts
 from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.page.rendering import render_page
 from app.request_json import reject_nul_in
@@ -32,7 +31,6 @@ from tasks.services import database
 V = TypeVar("V", bound=Callable[..., Any])
 
 LOG_IN = "/page/log-in"
-_ATTEMPTS = "slotkeeper_attempts"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_FIELDS, _MAX_FORM_BYTES = 2000, 256 << 10
 
@@ -80,11 +78,6 @@ def _log_in_url(blocked: Request) -> str:
 
 def register(app: Flask) -> None:
     app.register_blueprint(page)
-
-
-def equip(app: Flask) -> None:
-    """Add the counter of wrong keys to the app."""
-    app.extensions[_ATTEMPTS] = Attempts()
 
 
 # -- each request ------------------------------------------------------------------------------------------
@@ -165,21 +158,11 @@ def log_in() -> Any:
     keys = access.keys()
     if keys is None:
         return redirect("/", 303)
-    hashed = hash_key(form().get("key", "").strip())
+    hashed, next_path = hash_key(form().get("key", "").strip()), own_path(form().get("next", "/"))
     if keys.of_hashed(hashed) is None:
-        return _refuse_key()
+        return render_page("log_in.html", 401, error="No tenant has this key.", next=next_path), 401
     g.session, g.is_new_session = session_cookie.new_session(hashed, _settings().session_s), True
-    return redirect(own_path(form().get("next", "/")), 303)
-
-
-def _refuse_key() -> Any:
-    """Return the log-in form with an error: 401, or 429 after too many wrong keys."""
-    attempts: Attempts = current_app.extensions[_ATTEMPTS]
-    next_path = own_path(form().get("next", "/"))
-    if wait_s := attempts.count_wrong_key(request.environ.get("REMOTE_ADDR", "")):
-        error = "No tenant has this key, and there were too many wrong keys; try again in a minute."
-        return render_page("log_in.html", 429, error=error, next=next_path), 429, {"Retry-After": str(int(wait_s) + 1)}
-    return render_page("log_in.html", 401, error="No tenant has this key.", next=next_path), 401
+    return redirect(next_path, 303)
 
 
 @page_view("/page/log-out", method="POST", open_to_all=True)

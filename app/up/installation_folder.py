@@ -15,7 +15,6 @@ from slotkeeper.state_folder import (
     make_private_file,
     make_private_folder,
     read_or_create,
-    restrict_to_owner,
 )
 
 URL_FILE = "url"
@@ -60,9 +59,6 @@ class InstallationFolder:
         make_private_folder(self.path)
         for folder in (self.logs, self.path / "valkey"):
             folder.mkdir(exist_ok=True)
-        for parent, folders, files in os.walk(self.path):
-            for name in folders + files:  # Earlier releases created files that other users could read.
-                restrict_to_owner(Path(parent, name))
         free_mb = shutil.disk_usage(self.path).free >> 20
         if free_mb < _LEAST_FREE_MB:
             raise UpError(

@@ -1,6 +1,7 @@
 """The processes of `slotkeeper up` and their ports, from the settings, which are checked here."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -159,9 +160,8 @@ def short_path(path: Path) -> str:
 
 def read_procfile() -> Mapping[str, str]:
     """Return the commands of the Procfile by the names of the roles."""
-    from honcho.environ import parse_procfile
-
-    return dict(parse_procfile(Path(__file__).with_name("Procfile").read_text()).processes)
+    text = Path(__file__).with_name("Procfile").read_text("utf-8")
+    return dict(re.findall(r"^([a-z]+): *(.+)$", text, re.MULTILINE))
 
 
 def _demo_servers(base: int | None) -> tuple[DemoServer, ...]:

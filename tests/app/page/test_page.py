@@ -9,7 +9,6 @@ import pytest
 
 from app.auth import session_cookie
 from app.page.admin_pages import display_setting
-from app.page.attempts import Attempts
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import State
 from slotkeeper.registry.tenants import RevokedSessions, Tenant, Tenants
@@ -138,38 +137,6 @@ def test_the_cookie_is_for_this_page_alone(api: Api, settings: dict[str, str]) -
     ).headers.getlist("Set-Cookie")
     assert told
     assert all("HttpOnly" in it and "SameSite=Strict" in it for it in told)
-
-
-@KEYED
-def test_wrong_keys_are_heard_out_ten_times_a_minute_and_a_right_one_always(api: Api, settings: dict[str, str]) -> None:
-    key, stranger = key_of(api, "root", admin=True), visitor(api)
-    assert [stranger.log_in(f"sk_{n}").status_code for n in range(10)] == [401] * 10
-    refused = stranger.log_in("sk_11")
-    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
-    assert stranger.get("/").status_code == 303
-    assert visitor(api, REMOTE_ADDR="10.0.0.9").log_in("sk_12").status_code == 401, "others are not in its way"
-    assert stranger.log_in(key).status_code == 303
-    assert stranger.get("/").status_code == 200
-
-
-@KEYED
-def test_however_many_wrong_keys_come_from_anywhere_operators_can_log_in(api: Api, settings: dict[str, str]) -> None:
-    attempts: Attempts = api.client.application.extensions["slotkeeper_attempts"]
-    for n in range(1000):
-        attempts.count_wrong_key(f"10.1.{n // 256}.{n % 256}")
-    assert attempts.count_wrong_key("10.0.0.9") > 0
-    operator = visitor(api)
-    assert operator.log_in(key_of(api, "root", admin=True)).status_code == 303
-    assert operator.get("/").status_code == 200
-
-
-def test_attempts_are_forgotten_after_a_minute() -> None:
-    now = [0.0]
-    attempts = Attempts(lambda: now[0])
-    assert [attempts.count_wrong_key("a") for _ in range(10)] == [0.0] * 10
-    assert attempts.count_wrong_key("a") > 0
-    now[0] = 60.0
-    assert attempts.count_wrong_key("a") == 0
 
 
 def _copy_of(visit: Visitor, api: Api) -> Visitor:

@@ -304,16 +304,23 @@ def attempts(job_id: str, as_json: bool) -> None:
 def print_attempts(attempts: list[dict[str, Any]]) -> None:
     rows = (
         (
-            attempt["attempt"],
+            None if attempt["unreached"] else attempt["attempt"],
             attempt["slot"],
             attempt["started_at"],
             attempt["ended_at"],
-            attempt["outcome"],
+            _format_outcome(attempt),
             _format_error(attempt["error"]),
         )
         for attempt in attempts
     )
     print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "The job has not started yet.")
+
+
+def _format_outcome(attempt: dict[str, Any]) -> str | None:
+    starts = attempt["unreached"]
+    if not starts:
+        return attempt["outcome"]
+    return f"{starts} {'start' if starts == 1 else 'starts'} met no server: {attempt['outcome']}"
 
 
 def _format_error(error: dict[str, Any] | None) -> str | None:

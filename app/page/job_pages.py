@@ -16,7 +16,7 @@ from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas.job_schemas import BatchPath, BatchQuery, DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
 from routing.queries import job_timeline
 from routing.queries.explain import NULL_RESULT
-from routing.queries.job_timeline import Phase, PhaseKind, Timeline
+from routing.queries.job_timeline import Phase, PhaseKind, Timeline, merge_unreached
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, JobNotFound
@@ -146,11 +146,12 @@ def _event_row(event: Event) -> dict[str, Any]:
 
 def _bars(timeline: Timeline, now_ms: int) -> list[Bar]:
     """Return a bar for each phase.  Its width shows the duration, with a minimum so that the bar is visible."""
-    durations_ms = [phase.lasted_ms(now_ms) for phase in timeline.phases]
+    phases = merge_unreached(timeline.phases)
+    durations_ms = [phase.lasted_ms(now_ms) for phase in phases]
     widths = [max(_MIN_BAR_WIDTH, _TIMELINE_WIDTH * ms / max(1, sum(durations_ms))) for ms in durations_ms]
     scale = _TIMELINE_WIDTH / max(1.0, sum(widths))
     bars, x = [], 0.0
-    for phase, ms, width in zip(timeline.phases, durations_ms, widths, strict=True):
+    for phase, ms, width in zip(phases, durations_ms, widths, strict=True):
         bars.append(Bar(phase, round(x, 1), round(width * scale, 1), ms))
         x += width * scale
     return bars

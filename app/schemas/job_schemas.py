@@ -289,7 +289,11 @@ class JobList(ResponseSchema):
 
 
 class AttemptView(ResponseSchema, source=job_timeline.Attempt):
-    attempt: int
+    attempt: int = Field(description="Number of the start, which its server gets as `X-Attempt`.")
+    unreached: int = Field(
+        description="0: an attempt.  Otherwise so many starts in a row met no server, and this entry is for all of "
+        "them, with the number of the last; they are not among the job's `attempts`."
+    )
     server: str | None
     slot: str | None
     started_at: Time

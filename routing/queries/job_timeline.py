@@ -6,7 +6,7 @@ on other servers.  At most 2,000 neighbours are read, however many jobs there ar
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from sqlalchemy import bindparam, select
 
 from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
-from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.states import FINAL_STATES, TRANSITIONS, Budget, Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.jobs.values import Event, Job
@@ -29,6 +29,8 @@ _MIN_COMPARED = 3  # similar runs that a comparison needs
 _NEIGHBOURS = 1_000  # on each side
 # Ends of a run that the server never began: the job loses only time.
 _NOT_BEGUN = {Reason.SERVER_BUSY: "was busy", Reason.SERVER_UNREACHABLE: "could not be reached"}
+# Ends of starts that met no server; they do not count as attempts (Job.attempts).
+_UNREACHED = {reason for (_, reason), edge in TRANSITIONS.items() if edge.costs is Budget.WAITS}
 _UNITS = ((86_400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
 _NEIGHBOUR_RUNS = (
     select(jobs.c.id, jobs.c.model, jobs.c.tenant, jobs.c.state, jobs.c.server, jobs.c.started_ms, jobs.c.finished_ms)
@@ -53,7 +55,11 @@ _END_TYPES = {EVENT_TYPES[state] for state in FINAL_STATES}
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of a job and its result.  `ended_ms` None: it is still running."""
+    """One start of a job and its result.  `ended_ms` None: it is still running.
+
+    unreached: how many starts in a row met no server, which are one Attempt, with the number of the last; 0: it is an
+    attempt.
+    """
 
     attempt: int
     server: str | None
@@ -62,6 +68,7 @@ class Attempt:
     ended_ms: int | None
     outcome: str | None
     error: dict[str, Any] | None
+    unreached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Phase:
     """A part of a job's life.  `to_ms` None: it is not over.
 
     `why`: the reason for a wait or a delay, or for the end of a run.  `server`, `slot`, `error` (its code) and
-    `message` are set for runs only.
+    `message` are set for runs only.  `unreached`: of a wait, the starts in it that met no server (`merge_unreached`).
     """
 
     kind: PhaseKind
@@ -81,6 +88,7 @@ class Phase:
     why: str | None = None
     error: str | None = None
     message: str | None = None
+    unreached: int = 0
 
     def lasted_ms(self, now_ms: int) -> int:
         return max(0, (now_ms if self.to_ms is None else self.to_ms) - self.from_ms)
@@ -163,20 +171,32 @@ def format_duration(ms: float) -> str:
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
-    """Return the attempts of a job, oldest first, from all its events."""
+    """Return the attempts of a job, oldest first, from all its events.
+
+    Starts in a row that met no server are one: while a server is away, there may be thousands.
+    """
     attempts: list[Attempt] = []
+    for start in _starts_of(events):
+        last = attempts[-1] if attempts else None
+        if last is not None and last.unreached and start.unreached:
+            start = replace(start, started_ms=last.started_ms, unreached=last.unreached + 1)
+            attempts.pop()
+        attempts.append(start)
+    return attempts
+
+
+def _starts_of(events: Iterable[Event]) -> Iterator[Attempt]:
     started: Event | None = None
     for event in events:
         if event.type == EVENT_TYPES[State.RUNNING]:
             if started is not None:
-                attempts.append(_attempt(started, None))
+                yield _attempt(started, None)
             started = event
         elif started is not None and event.type in TRANSITION_TYPES:
-            attempts.append(_attempt(started, event))
+            yield _attempt(started, event)
             started = None
     if started is not None:
-        attempts.append(_attempt(started, None))
-    return attempts
+        yield _attempt(started, None)
 
 
 def _attempt(started: Event, ended: Event | None) -> Attempt:
@@ -188,6 +208,7 @@ def _attempt(started: Event, ended: Event | None) -> Attempt:
         ended_ms=ended.at_ms if ended else None,
         outcome=ended.data.get("why") if ended else None,
         error=ended.data.get("error") if ended else None,
+        unreached=int(ended is not None and ended.data.get("why") in _UNREACHED),
     )
 
 
@@ -202,6 +223,21 @@ def phases_of(events: Iterable[Event]) -> Iterator[Phase]:
         last = event
     if last is not None and last.type in _PHASE_KINDS:
         yield _phase(last, None)
+
+
+def merge_unreached(phases: Iterable[Phase]) -> list[Phase]:
+    """Return the phases with starts that met no server as parts of the wait around them."""
+    merged: list[Phase] = []
+    for phase in phases:
+        last = merged[-1] if merged else None
+        is_unreached = phase.kind is PhaseKind.RAN and phase.to_ms is not None and phase.why in _UNREACHED
+        if is_unreached:
+            phase = Phase(PhaseKind.WAITED, phase.from_ms, phase.to_ms, phase.attempt, why=phase.why, unreached=1)
+        if last is not None and last.kind is phase.kind is PhaseKind.WAITED:
+            merged[-1] = replace(last, to_ms=phase.to_ms, why=phase.why, unreached=last.unreached + phase.unreached)
+        else:
+            merged.append(phase)
+    return merged
 
 
 def _phase(began: Event, ended: Event | None) -> Phase:

@@ -73,7 +73,7 @@ FLEET = {"fleet": TEXT, "waiting": 1, "taken": 0, "free": 1, "cooling": 0}
 MODEL = {"model": TEXT, "state": "paused", "reason": TEXT, "model_type": "sync", "policy": "fifo", "slots": 1}
 MODEL |= {"waiting": 0, "servers": [TEXT], "load": {"work_s": 1, TEXT: TEXT}, "longest_wait": TEXT}
 CONFIG = {"model": TEXT, "config": {"id_field": TEXT, "weights": {TEXT: 1}}, "overrides": {"id_field": TEXT}}
-ATTEMPT = {"attempt": 1, "slot": TEXT, "started_at": "x", "ended_at": "y", "outcome": TEXT}
+ATTEMPT = {"attempt": 1, "unreached": 0, "slot": TEXT, "started_at": "x", "ended_at": "y", "outcome": TEXT}
 ATTEMPT |= {"error": {"code": TEXT, "message": TEXT}}
 EXPLAINED = {
     "sentence": TEXT,

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from routing.queries.job_timeline import attempts_of
+from routing.queries.job_timeline import PhaseKind, attempts_of, merge_unreached, phases_of
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import jobs
@@ -93,3 +93,22 @@ def test_an_attempt_ends_with_the_event_that_follows_its_start():
 def test_a_start_after_a_start_is_another_attempt():
     first, second = attempts_of([_event("job.started", 1), _event("job.started", 2)])
     assert (first.attempt, first.ended_ms, second.attempt) == (1, None, 2)
+
+
+def test_starts_that_met_no_server_are_one_attempt_and_a_part_of_the_wait():
+    """While a server is away, a job starts again and again; none of these starts is among its attempts."""
+    met_none = ["server_unreachable", "server_busy", "handed_back"]
+    trail = [_event("job.enqueued", 0, T0)]
+    for number, why in enumerate(met_none, 1):
+        trail += [_event("job.started", number, T0 + 10 * number, slot=f"gpu{number}-slot0")]
+        trail += [_event("job.enqueued", number, T0 + 10 * number + 1, why=why)]
+    trail += [_event("job.started", 4, T0 + 50), _event("job.completed", 4, T0 + 60, why="finished")]
+
+    unreached, attempt = attempts_of(trail)
+    assert (unreached.unreached, unreached.attempt, unreached.slot) == (3, 3, "gpu3-slot0")
+    assert (unreached.started_ms, unreached.ended_ms, unreached.outcome) == (T0 + 10, T0 + 31, "handed_back")
+    assert (attempt.unreached, attempt.attempt, attempt.outcome) == (0, 4, "finished")
+
+    waited, ran = merge_unreached(phases_of(trail))
+    assert (waited.kind, waited.from_ms, waited.to_ms, waited.unreached) == (PhaseKind.WAITED, T0, T0 + 50, 3)
+    assert (ran.kind, ran.from_ms, ran.to_ms) == (PhaseKind.RAN, T0 + 50, T0 + 60)

@@ -13,6 +13,7 @@ import structlog
 from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 from celery.worker.request import Request
+from redis.exceptions import RedisError
 
 from routing.admission.submission import Submission
 from slotkeeper import trace_context
@@ -47,6 +48,28 @@ class InferRequest(Request):
         return False
 
 
+class ResultBackendUnavailable(Exception):
+    """The result backend does not answer.  The job and its result are in the database all the same."""
+
+
+class JobResult(AsyncResult):
+    """The result of a submitted job; `get` says in one sentence that the result backend is away."""
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        """As Celery's.  Raises ResultBackendUnavailable."""
+        try:
+            return super().get(*args, **options)
+        except (RedisError, RuntimeError) as error:
+            # Celery raises a RuntimeError when it has tried long enough to connect again.
+            cause = error.__cause__ if isinstance(error, RuntimeError) else error
+            if not isinstance(cause, RedisError):
+                raise
+            raise ResultBackendUnavailable(
+                f"Celery's result backend does not answer ({cause}): start Slotkeeper, or set SLOTKEEPER_RESULT_URL; "
+                f"`slotkeeper job {self.id}` shows the result, which is in the database."
+            ) from None
+
+
 class InferTask(RetriedTask):
     """A task whose `apply_async` submits a job; the rest is Celery's."""
 
@@ -76,7 +99,7 @@ class InferTask(RetriedTask):
         accepted = _submit(
             call_options.read_submission(job_id, args or (), kwargs or {}, given), accepts_other_id=task_id is None
         )
-        result: AsyncResult = AsyncResult(accepted, backend=self.backend, app=celery)
+        result = JobResult(accepted, backend=self.backend, app=celery)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
         return result

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.backends.redis import RedisBackend
 from celery.signals import worker_shutdown
 from kombu.exceptions import EncodeError
 
 from slotkeeper.outbox.result_notifications import ResultNotification
 from tasks import notify_large_result, results
+from tasks.inference import JobResult, ResultBackendUnavailable
 from tests.support.threads import no_thread_left
 
 
@@ -69,3 +72,12 @@ def test_clients_are_notified_of_a_result_that_is_too_large_for_celery_to_encode
     job: Any = SimpleNamespace(id="j")
     notify_large_result._notify(job)
     assert notified == [job]
+
+
+def test_a_result_backend_that_is_away_is_one_sentence() -> None:
+    backend = RedisBackend("redis://127.0.0.1:1/0", app=Celery(set_as_current=False))
+    backend.retry_policy = {"max_retries": 1, "interval_start": 0}
+    with pytest.raises(ResultBackendUnavailable, match="result backend does not answer") as raised:
+        JobResult("job-1", backend=backend).get(timeout=5)
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+    assert "slotkeeper job job-1" in str(raised.value)

@@ -18,6 +18,8 @@ from app.cli.output import (
     print_json,
     print_table,
     save_result,
+    short_id,
+    short_time,
     without_files,
 )
 from app.cli.submit_commands import Job, format_basis, start_of, wait_for_jobs
@@ -186,7 +188,7 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
         return
     rows = (
         (
-            job["job_id"],
+            short_id(job["job_id"]),
             job["model"],
             job["status"],
             job["priority"],
@@ -306,8 +308,8 @@ def print_attempts(attempts: list[dict[str, Any]]) -> None:
         (
             None if attempt["unreached"] else attempt["attempt"],
             attempt["slot"],
-            attempt["started_at"],
-            attempt["ended_at"],
+            short_time(attempt["started_at"]),
+            short_time(attempt["ended_at"]),
             _format_outcome(attempt),
             _format_error(attempt["error"]),
         )

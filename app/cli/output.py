@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from slotkeeper.client import Client
 
 _LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|\[::1\]|localhost)(:[0-9]+)?")
+_GAP = 2  # characters between two columns of a table
+_LAST_COLUMN = 24  # The last column of a table may be made as narrow as this.
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,18 +75,33 @@ def print_json(value: Any) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: str) -> None:
-    """Print rows as a table.  `nothing`: the sentence that is printed instead if there are no rows."""
+    """Print rows as a table.  `nothing`: the sentence that is printed instead if there are no rows.
+
+    Where a terminal is too narrow, columns are left out from the right; a file or a pipe gets all, however wide.
+    """
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(*titles, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.columns[0].no_wrap = True  # A wrapped name cannot be copied.
-    for row in rows:
-        table.add_row(*(escape_line(display(value)) for value in row))
-    if table.rows:
-        console().print(table)
-    else:
+    cells = [[escape_line(display(value)) for value in row] for row in rows]
+    if not cells:
         echo(nothing)
+        return
+    widths = [max(cell_len(text) for text in column) for column in zip(titles, *cells, strict=True)]
+    screen, count = console(), len(titles)
+    if not screen.is_terminal:
+        screen.width = sum(widths) + _GAP * count
+    while count > 1 and sum(widths[: count - 1], min(widths[count - 1], _LAST_COLUMN)) + _GAP * count > screen.width:
+        count -= 1
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title, width in zip(titles[: count - 1], widths, strict=False):
+        table.add_column(title, min_width=width)  # It is not wrapped: a wrapped name cannot be copied.
+    table.add_column(titles[count - 1])
+    for row in cells:
+        table.add_row(*row[:count])
+    screen.print(table)
+    if left_out := ", ".join(filter(None, titles[count:])):
+        echo(f"This terminal is too narrow for: {left_out}.", err=True)
 
 
 def print_fields(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:
@@ -119,6 +138,19 @@ def age(when: str | None) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def short_id(job_id: str) -> str:
+    """Return the end of a job's id where it is printed on a terminal: commands take it as well."""
+    return job_id[-8:] if _UUID.fullmatch(job_id) and sys.stdout.isatty() else job_id
+
+
+def short_time(when: str | None) -> str | None:
+    """Return a time of the API without fractions where it is printed on a terminal, and without the date of today."""
+    if when is None or not sys.stdout.isatty():
+        return when
+    date, time_of_day = when[:10], when[11:19]
+    return time_of_day if date == datetime.now(UTC).date().isoformat() else f"{date} {time_of_day}"
 
 
 def path_segment(segment: str) -> str:

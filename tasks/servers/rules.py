@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from routing.dispatch.outcome import BAD_ANSWER, Outcome, OutcomeKind
 from slotkeeper.json_text import RawJson
@@ -251,8 +251,16 @@ class Judge:
         may_ask_to_wait = kind in (OutcomeKind.BUSY, OutcomeKind.RETRY) and isinstance(reply, Response)
         wait_s = retry_after_s(reply.headers.get("retry-after"), context.now_s) if may_ask_to_wait else None  # type: ignore[union-attr]
         message = rule.message or (self._message(reply, context, kind) if code else "")
+        if code == BAD_ANSWER and not rule.message and is_success(reply) and reply.json is not NOT_JSON:
+            message += f"; no rule of the description matches it: {self._hint}"
         progress = self._progress(reply) if kind is OutcomeKind.PENDING else None
         return Outcome(kind, code=code, message=message, remote_id=remote_id, retry_after_s=wait_s, progress=progress)
+
+    @property
+    def _hint(self) -> str:
+        if self.is_poll:
+            return "add one to the rules of `status`"
+        return 'if it is a result, add {"if": {"status": "2xx"}, "then": "done"} to `submit.rules`'
 
     def _progress(self, reply: Response | NoResponse) -> Any:
         if self.progress is None or isinstance(reply, NoResponse) or reply.json is NOT_JSON:
@@ -322,6 +330,11 @@ def _error_text(response: Response, pointers: Sequence[Pointer]) -> str:
     found = (resolve(response.json, pointer) for pointer in pointers)
     texts = [_as_text(value) for value in found if value is not MISSING and value not in (None, "")]
     return ": ".join(dict.fromkeys(text for text in texts if text))
+
+
+def is_success(reply: Response | NoResponse) -> TypeGuard[Response]:
+    """Return whether the server answered with a status of success."""
+    return isinstance(reply, Response) and 200 <= reply.status < 300
 
 
 def is_redirect(response: Response) -> bool:

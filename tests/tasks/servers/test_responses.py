@@ -1,4 +1,6 @@
 import gzip
+import json
+import re
 from email.utils import formatdate
 from typing import Any
 
@@ -8,7 +10,7 @@ from routing.dispatch.outcome import Outcome, OutcomeKind
 from tasks.servers import Description, HealthKind, RunDetails, ServerAdapter
 from tasks.servers.http_client import SPOOL_AFTER_BYTES
 from tasks.servers.responses import NOT_JSON, Response, id_text, parse_json, redact, retry_after_s
-from tests.support.scripted import answer
+from tests.support.scripted import always, answer
 
 NOW_S = 1_700_000_000.0
 
@@ -189,3 +191,16 @@ def test_a_message_contains_no_secret_that_the_response_repeats(scripted, ours) 
     description = Description.model_validate({"submit": {"headers": {"X-Key": "{{secret/KEY}}"}}})
     server = ours(http_server.url, description, secret=lambda name: "s3cret-key")
     assert "s3cret" not in server.submit(CALL).message + server.health().message
+
+
+def test_an_answer_that_no_rule_matches_names_the_rule_that_makes_it_a_result(scripted, ours):
+    server = scripted(always(answer({"y": 42})))
+    submit: dict[str, Any] = {"result": "/y"}
+    described = {"mode": "sync", "submit": submit, "cancel": None, "health": None}
+    run = RunDetails("job-1", 1, {}, deadline_s=5.0)
+    outcome = ours(server.url, Description.model_validate(described)).submit(run)
+    assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
+    (rule,) = re.findall(r"add (\{.*\}) to `submit.rules`", outcome.message)
+    submit["rules"] = [json.loads(rule)]
+    outcome = ours(server.url, Description.model_validate(described)).submit(run)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.DONE, 42)

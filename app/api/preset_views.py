@@ -37,7 +37,7 @@ def list_presets() -> dict[str, Any]:
     outdated = [model for model in models if is_preset_outdated(model.config, model.described_by)]
     return PresetList.build(
         presets=[PresetView.build(presets.info(name), name=name) for name in presets.names()],
-        behind=[OutdatedPreset.build(model) for model in sorted(outdated, key=lambda model: model.name)],
+        outdated=[OutdatedPreset.build(model) for model in sorted(outdated, key=lambda model: model.name)],
     )
 
 

@@ -131,7 +131,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _as_json(finding: "Finding") -> dict[str, str]:
-    return {"part": finding.part, "level": finding.level, "said": finding.message, "remedy": finding.remedy}
+    return {"part": finding.part, "level": finding.level, "message": finding.message, "remedy": finding.remedy}
 
 
 def _print(finding: "Finding") -> None:
@@ -182,7 +182,7 @@ def _process_row(process: dict[str, Any]) -> tuple[Any, ...]:
         process["pid"],
         process["version"],
         age(process["since"]),
-        "yes" if process["lives"] else f"silent for {process['silent_s']:.0f} s",
+        "yes" if process["alive"] else f"silent for {process['silent_s']:.0f} s",
         "-" if process["runs"] is None else f"{process['runs']} of {process['capacity']}",
         "-" if canary_ms is None else f"{canary_ms:.1f} ms, {process['canary_age_s']:.0f} s ago",
     )

@@ -242,8 +242,8 @@ def presets(name: str | None, as_json: bool) -> None:
         print_json(answer)
     elif name is None:
         rows = ((row["name"], row["title"], row["evidence"], row["servers"]) for row in answer["presets"])
-        print_table(("preset", "", "checked", "servers"), rows, "There are no presets.")
-        for model in answer["behind"]:
+        print_table(("preset", "kind of server", "checked", "servers"), rows, "There are no presets.")
+        for model in answer["outdated"]:
             echo(f"Model {escape_line(model['model'])} uses an older version of {model['preset']}; update it with:")
             echo(f"  slotkeeper models configure {path_segment(model['model'])} preset={model['preset']}")
     else:

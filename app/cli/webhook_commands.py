@@ -356,7 +356,7 @@ def _format_state(webhook: dict[str, Any]) -> str:
         return f"failing for {age(webhook['failing_since'])}"
     if (refused := webhook["refused"]) is not None:
         return f"refuses {refused['event']} of {refused['job_id']}: {refused['status'] or 'no response'}"
-    return "catching up" if webhook["behind"] else "ok"
+    return "catching up" if webhook["catching_up"] else "ok"
 
 
 def _find_delivery(answer: dict[str, Any], message: str) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ class ProcessView(ResponseSchema, source=Process):
     pid: Annotated[int | None, _fact("pid")]
     version: Annotated[str | None, _fact("version")]
     since: Annotated[Time | None, From(lambda process: iso_time(process.facts.get("since_ms")))]
-    lives: Annotated[bool, From("is_alive")]
+    alive: Annotated[bool, From("is_alive")]
     silent_s: Annotated[float, From(lambda process: process.age_ms / 1000)]
     log_lines_dropped: Annotated[int | None, _fact("log_lines_dropped")]
     runs: Annotated[int | None, _fact("runs")]

@@ -222,7 +222,7 @@ class OutdatedPreset(ResponseSchema, source=catalog.Model):
 
 class PresetList(ResponseSchema):
     presets: list[PresetView]
-    behind: list[OutdatedPreset] = Field(
+    outdated: list[OutdatedPreset] = Field(
         description="Models whose stored preset is older than the one of this release."
     )
 

@@ -196,7 +196,7 @@ class WebhookView(ResponseSchema, source=Subscription):
     refused: Annotated[RefusedMessageView | None, PROVIDED] = Field(
         description="The oldest refused message that will be tried again; other messages do not wait for it."
     )
-    behind: Annotated[bool, From(lambda webhook: webhook.behind is not None)] = Field(
+    catching_up: Annotated[bool, From(lambda webhook: webhook.behind is not None)] = Field(
         description="Some events have no message for this webhook yet."
     )
     former_until: Annotated[Time | None, PROVIDED] = Field(

@@ -209,7 +209,7 @@ def _welcome(plan: UpPlan, took_s: float) -> str:
         f"  State   {home}  (logs in {home}/logs)",
     ]
     lines += [
-        f"  Server  {server.name}  (model {server.model}, {server.slots} slots, at {server.url})"
+        f"  Server  {server.name}  (model {server.model}, slots: {server.slots}, at {server.url})"
         for server in plan.demo
     ]
     if plan.app.require_keys:

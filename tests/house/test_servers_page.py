@@ -33,7 +33,7 @@ CLASSES: list[type[BaseModel]] = [
 
 def test_its_examples_can_be_stored():
     described = [example for example in EXAMPLES if "mode" in example]
-    assert len(described) == 6
+    assert len(described) == 7
     for example in described:
         compile_description(Description.model_validate(example))
 

@@ -61,7 +61,7 @@ def _report_once(role: str, **facts: Any) -> ProcessReport:
 def test_a_process_is_listed_from_its_first_report_until_it_ends(api: Api) -> None:
     web, worker = _report_once("web"), _report_once("worker", runs=2, capacity=8, canary_ms=1.5, canary_age_ms=1000)
     listed = api.client.get("/admin/processes").json["processes"]
-    assert [(process["role"], process["pid"], process["lives"]) for process in listed] == [
+    assert [(process["role"], process["pid"], process["alive"]) for process in listed] == [
         ("web", os.getpid(), True),
         ("worker", os.getpid(), True),
     ]

@@ -43,13 +43,13 @@ def test_every_preset_can_be_a_models(api: Api) -> None:
 
 def test_a_model_whose_copy_of_its_preset_is_older_is_named(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.client.put("/admin/model-configs/zimg", json={"preset": "tgi"})
-    assert api.client.get("/admin/presets").json["behind"] == []
+    assert api.client.get("/admin/presets").json["outdated"] == []
     newer = presets.get("tgi") | {"mode": "auto"}
     monkeypatch.setattr(presets, "get", lambda _name: newer)
-    assert api.client.get("/admin/presets").json["behind"] == [{"model": "zimg", "preset": "tgi"}]
+    assert api.client.get("/admin/presets").json["outdated"] == [{"model": "zimg", "preset": "tgi"}]
     assert api.client.get("/admin/model-configs/zimg").json["preset_behind"]
     api.client.put("/admin/model-configs/zimg", json={"preset": "tgi"})
-    assert api.client.get("/admin/presets").json["behind"] == []
+    assert api.client.get("/admin/presets").json["outdated"] == []
 
 
 def test_an_unknown_server_is_recognized_and_tried(api: Api, cog: Scripted) -> None:

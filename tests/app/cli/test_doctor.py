@@ -91,7 +91,7 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
     for part in ("database", "redis"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
     for part in ("workers", "maintenance", "servers"):  # One fault has one remedy.
-        assert by_part[part]["level"] == "warn" and by_part[part]["said"].startswith("Not checked: "), part
+        assert by_part[part]["level"] == "warn" and by_part[part]["message"].startswith("Not checked: "), part
 
 
 def test_a_state_folder_that_is_missing_open_or_not_needed_is_reported(

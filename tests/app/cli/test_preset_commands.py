@@ -59,7 +59,7 @@ def run(*words: str) -> Result:
 
 
 def test_presets_are_listed(api: HTTPServer) -> None:
-    api.expect_request("/admin/presets").respond_with_json({"presets": [PRESET], "behind": []})
+    api.expect_request("/admin/presets").respond_with_json({"presets": [PRESET], "outdated": []})
     ran = run("presets")
     assert ran.exit_code == 0, ran.output
     assert "cog" in ran.stdout and "live" in ran.stdout

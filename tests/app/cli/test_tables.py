@@ -27,7 +27,7 @@ def _printed(code: str, columns: int) -> list[str]:
     """Return the lines that a program prints on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {**os.environ, "TERM": "xterm"}
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=REPO, env=env):
         os.close(theirs)
         printed = b""

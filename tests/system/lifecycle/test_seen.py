@@ -29,7 +29,7 @@ def test_every_process_lives_is_listed_and_is_ready(stack: Stack, api: HttpApi) 
         eventually(lambda role=role: _health(stack, role, "--live").returncode == 0, f"{role} lives", 30)
         eventually(lambda role=role: _health(stack, role).returncode == 0, f"{role} is ready", 60)
     processes = api.call("GET", "/admin/processes").json()["processes"]
-    workers = [it for it in processes if it["role"] == "worker" and it["lives"]]
+    workers = [it for it in processes if it["role"] == "worker" and it["alive"]]
     assert workers and {it["capacity"] for it in workers} == {64}, "as their -c says"
     assert min(it["canary_ms"] or 0 for it in workers) < 15_000
 

@@ -58,7 +58,7 @@ class InstallationFolder:
     def _prepare(self) -> None:
         make_private_folder(self.path)
         for folder in (self.logs, self.path / "valkey"):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
         free_mb = shutil.disk_usage(self.path).free >> 20
         if free_mb < _LEAST_FREE_MB:
             raise UpError(

@@ -26,6 +26,10 @@ def main() -> None:
     key in SLOTKEEPER_KEY.  If your own certificate authority signed the certificate of the API, set SLOTKEEPER_CA to
     the file with the certificate of that authority.  Exit status: 0 success; 1 failure, for example of a job with
     --wait; 2 wrong usage; 3 unknown, because the API did not answer; 130 interrupted by Ctrl-C.
+
+    \b
+    Completion in bash (also zsh_source, fish_source):
+    eval "$(_SLOTKEEPER_COMPLETE=bash_source slotkeeper)"
     """
 
 

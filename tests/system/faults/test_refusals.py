@@ -68,20 +68,26 @@ def _have_passed(seconds: float) -> Callable[[], bool]:
 
 def _read_only(redis: Redis) -> Iterator[None]:
     redis.replicaof("127.0.0.1", 1)
-    yield
-    redis.replicaof("no", "one")
+    try:
+        yield
+    finally:
+        redis.replicaof("no", "one")
 
 
 def _no_rights(redis: Redis) -> Iterator[None]:
     redis.execute_command("ACL", "SETUSER", "default", "-@write")
-    yield
-    redis.execute_command("ACL", "SETUSER", "default", "+@all")
+    try:
+        yield
+    finally:
+        redis.execute_command("ACL", "SETUSER", "default", "+@all")
 
 
 def _too_few_replicas(redis: Redis) -> Iterator[None]:
     redis.config_set("min-replicas-to-write", 1)
-    yield
-    redis.config_set("min-replicas-to-write", 0)
+    try:
+        yield
+    finally:
+        redis.config_set("min-replicas-to-write", 0)
 
 
 def _cannot_save(redis: Redis) -> Iterator[None]:
@@ -91,11 +97,13 @@ def _cannot_save(redis: Redis) -> Iterator[None]:
     redis.config_set("dir", "/proc")
     redis.bgsave()
     eventually(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "err", "it cannot save")
-    yield
-    redis.config_set("dir", folder)
-    redis.bgsave()
-    eventually(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "ok", "it can save")
-    redis.config_set("save", "")
+    try:
+        yield
+    finally:
+        redis.config_set("dir", folder)
+        redis.bgsave()
+        eventually(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "ok", "it can save")
+        redis.config_set("save", "")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +156,12 @@ def _standby(admin: psycopg.Connection[Any], _: str, __: str) -> Iterator[None]:
     """As after a failover to which connections have followed."""
     admin.execute("ALTER SYSTEM SET default_transaction_read_only = on")
     admin.execute("SELECT pg_reload_conf()")
-    yield
-    admin.execute("SET default_transaction_read_only = off")
-    admin.execute("ALTER SYSTEM RESET default_transaction_read_only")
-    admin.execute("SELECT pg_reload_conf()")
+    try:
+        yield
+    finally:
+        admin.execute("SET default_transaction_read_only = off")
+        admin.execute("ALTER SYSTEM RESET default_transaction_read_only")
+        admin.execute("SELECT pg_reload_conf()")
 
 
 def _full_disk(_: psycopg.Connection[Any], url: str, __: str) -> Iterator[None]:
@@ -159,9 +169,11 @@ def _full_disk(_: psycopg.Connection[Any], url: str, __: str) -> Iterator[None]:
         connection.execute(_REFUSE)
         for table in ("jobs", "events", "counters"):
             connection.execute(f"CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON {table} EXECUTE FUNCTION refuse()")
-        yield
-        for table in ("jobs", "events", "counters"):
-            connection.execute(f"DROP TRIGGER full_disk ON {table}")
+        try:
+            yield
+        finally:
+            for table in ("jobs", "events", "counters"):
+                connection.execute(f"DROP TRIGGER full_disk ON {table}")
 
 
 _REFUSE = """
@@ -174,8 +186,10 @@ def _revoked(admin: psycopg.Connection[Any], _: str, role: str) -> Iterator[None
     """Connections that exist go on, as the server's own are closed by it now and then."""
     admin.execute(f"ALTER ROLE {role} NOLOGIN")
     admin.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", [role])
-    yield
-    admin.execute(f"ALTER ROLE {role} LOGIN")
+    try:
+        yield
+    finally:
+        admin.execute(f"ALTER ROLE {role} LOGIN")
 
 
 @pytest.mark.postgres

@@ -168,7 +168,8 @@ def serve(target: str | Function, config: ServeConfig, say: Callable[[str], Any]
     with _signal_socket() as events:
         server.start()
         mode = "async" if config.asynchronous else "sync"
-        say(f"{server.model_name}: {mode}, slots: {config.slots}, at {server.url}{config.endpoint}")
+        slots = f"{config.slots} slot{'s' * (config.slots != 1)}"
+        say(f"{server.model_name}: {slots}, {mode}, at {server.url}{config.endpoint}")
         events.recv(1)
         _stop_unless_signaled(server, events)
 

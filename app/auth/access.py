@@ -176,9 +176,10 @@ def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
 
 def _identify(environ: Mapping[str, Any]) -> Tenant:
     """Return the tenant of a request.  Raises ProblemError 401."""
-    cached_keys, key = keys(), read_bearer(environ)
+    cached_keys = keys()
     if cached_keys is None:
         return LOCAL_TENANT
+    key = read_bearer(environ)
     tenant = cached_keys.tenant(key) if key else None
     if tenant is None:
         detail = "Send a valid key in the header: Authorization: Bearer sk_…"

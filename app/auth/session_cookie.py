@@ -17,6 +17,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.registry.tenants import RevokedSessions
 from tasks.security.keyring import session_keys
 
+_MAX_COOKIE_CHARS = 1000  # The rest of a cookie is not read.
 _SIGNER: dict[str, Any] = {"digest_method": sha256}
 
 
@@ -45,7 +46,7 @@ def encode_session(session: Session, key: bytes) -> str:
 def decode_session(cookie: str, keys: Iterable[bytes]) -> Session | None:
     """Return the session in a cookie; None: its signature is not valid, or it has ended."""
     try:
-        session = Session(*_serializer(keys).loads(cookie))
+        session = Session(*_serializer(keys).loads(cookie[:_MAX_COOKIE_CHARS]))
     except BadData:
         return None
     return session if now_ms() < session.until_ms else None

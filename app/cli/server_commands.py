@@ -336,7 +336,7 @@ def _print_probe(result: dict[str, Any], model: str) -> None:
 
 def _lacks_name(result: dict[str, Any]) -> bool:
     """Return whether the endpoint has the placeholder of a model's name that the server did not report."""
-    return "/MODEL" in (result["endpoint"] or "")
+    return "MODEL" in (result["endpoint"] or "").split("/")
 
 
 def _drop_empty(health: dict[str, Any]) -> dict[str, Any]:

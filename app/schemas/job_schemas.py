@@ -21,9 +21,6 @@ from slotkeeper.urls import mask_url
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
 
 
-# -- jobs --------------------------------------------------------------------------------------------------
-
-
 class SubmitBody(JobRequest, BodySchema):
     """A job."""
 
@@ -77,9 +74,6 @@ class DlqQuery(Schema):
     model: str | None = Field(None, json_schema_extra=MODEL_NAME)
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=20, json_schema_extra=_CURSOR)
-
-
-# -- servers and models ------------------------------------------------------------------------------------
 
 
 NextStep = Literal["starting", "waiting", "later", "unknown"]

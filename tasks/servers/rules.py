@@ -296,7 +296,7 @@ class Judge:
 
     def _find_other_job(self, response: Response, context: ResponseContext) -> str | None:
         """Return the id of another job that the response names; None: it names this job, or none."""
-        if not 200 <= response.status < 300:
+        if not is_success(response):
             return None
         own_ids = (context.job_id, context.remote_id)
         named = response.headers.get(_ECHO_HEADER) if self.echo_header else None
@@ -312,7 +312,7 @@ class Judge:
     def _message(self, reply: Response | NoResponse, context: ResponseContext, kind: OutcomeKind) -> str:
         if isinstance(reply, NoResponse):
             return reply.message
-        if kind in _UNDECIDED and (is_redirect(reply) or (200 <= reply.status < 300 and reply.json is NOT_JSON)):
+        if kind in _UNDECIDED and (is_redirect(reply) or (is_success(reply) and reply.json is NOT_JSON)):
             return redact(describe_unreadable(reply), context.secrets)
         text = _error_text(reply, self.errors)
         if not text and reply.json is not NOT_JSON and not _is_empty(reply.json):
@@ -408,7 +408,7 @@ class HealthJudge:
         answered = isinstance(reply, Response)
         message = "" if kind is HealthKind.UP else redact(self._message(rule, reply), secrets)
         # A rule can judge a server busy although its report is complete, as for Cog.
-        if isinstance(reply, NoResponse) or not 200 <= reply.status < 300:
+        if not is_success(reply):
             return Health(kind, running_count=self.running, message=message, answered=answered)
         try:
             active, ids = self._active(reply), self._job_ids(reply)

@@ -204,8 +204,7 @@ class Executor:
             await self._start_next(lease, None, next_offer, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if worker_run.offer.is_resumption and not worker_run.watch.sent:
-            # The server may still be working on the request of the previous worker.
+        if worker_run.may_be_at_server:
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )

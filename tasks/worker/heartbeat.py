@@ -36,6 +36,7 @@ class LeaseWatch:
         self.lease = lease
         self.confirmed_at_s = confirmed_at_s  # by boottime_s: when Redis was asked for it, or last confirmed it
         self.sent = False  # its server may have the request
+        self.earlier_request_is_over = False  # no server has the request of an earlier worker any more
         self.starting = starting  # the database does not have the run yet, and must not be asked about it
         self.lost = False  # the lease is not this worker's: an outcome does not count, an unsent job is handed back
         self.cancel = False  # a cancel of the job was requested

@@ -173,7 +173,9 @@ class ServerCall:
         if self._requests.is_overdue:
             return _OVERDUE_UNSENT
         if self._may_be_at_server:
-            if (outcome := await self._wait_for_earlier_request()) is not None:
+            # A server that joins a repeated request to its run receives it at once.
+            is_joined = self._session.description.submit.idempotent
+            if not is_joined and (outcome := await self._wait_for_earlier_request()) is not None:
                 return outcome
             self._requests.count_time_from(now_ms())  # The wait for the earlier request is not the run's own time.
             self._watch.awaits = ""
@@ -185,16 +187,23 @@ class ServerCall:
             return StopReason.LOST
         details = self._requests.make_submit_details()
         if not await self._store.is_lease_held(fresh=self._may_be_at_server):
-            return StopReason.UNSENT
+            return await self._leave_unsent()
         if self._watch.cancel:  # It came while something else was awaited; the server does not have the request.
             return CANCELED_UNSENT
         self._watch.sent = True
         return await self._submit(details)
 
+    async def _leave_unsent(self) -> Outcome | StopReason:
+        """Return the outcome of a run whose slot may be another job's, as soon as nothing of its job is at the server.
+
+        The job then waits in its lane.  To offer it again in this slot would only bring it back here.
+        """
+        if not self._may_be_at_server or self._watch.earlier_request_is_over:
+            return StopReason.UNSENT
+        return await self._wait_for_earlier_request() or StopReason.UNSENT
+
     async def _wait_for_earlier_request(self) -> Outcome | StopReason | None:
-        """Wait until the request of an earlier worker has left the server; None: the request may be sent."""
-        if self._session.description.submit.idempotent:  # The server joins a repeated request to its run.
-            return None
+        """Wait until the request of an earlier worker has left the server; None: it has."""
         wait = EarlierRequestWait(self._session, self._health, self._requests, self._store.find_earlier_request)
         while True:
             if (reason := self._stop_reason()) is not None:
@@ -202,6 +211,7 @@ class ServerCall:
             if self._watch.cancel:
                 return _CANCELED._replace(server_still_running=True)
             if await wait.is_over():
+                self._watch.earlier_request_is_over = True
                 return None
             self._watch.awaits = wait.awaits
             if self._requests.is_overdue:

@@ -300,6 +300,13 @@ MUTANTS = [
         breaks="SLOT-1",
     ),
     Mutant(
+        "a resumed job whose slot is another's is offered there again and again",
+        "tasks.worker.worker_run:WorkerRun.may_be_at_server",
+        swap("self.watch.sent or self.watch.earlier_request_is_over", "self.watch.sent"),
+        kills=["test_a_resumed_job_whose_slot_is_another_jobs_waits_in_its_lane"],
+        breaks="SLOT-1",
+    ),
+    Mutant(
         "a request that may be at its server is sent again at once",
         "tasks.worker.server_call:ServerCall._submit_after_earlier_request",
         never("self._may_be_at_server", within="if self._may_be_at_server:"),

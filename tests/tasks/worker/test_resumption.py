@@ -11,10 +11,11 @@ from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from tasks.servers import Description, Health, HealthKind
 from tasks.servers.description import Submit
-from tasks.worker import run_health, server_call
+from tasks.worker import executor, run_health, server_call
 from tasks.worker.worker import Worker
+from tests.support import passes
 from tests.support.builders import eventually
-from tests.support.ends import hand_back
+from tests.support.ends import free, hand_back
 from tests.support.stage import SECOND, Stage
 from tests.tasks.worker.one_run import FakeServer, run
 from tools.cluster.direct_starts import begin_run
@@ -234,6 +235,30 @@ def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_has_sent_noth
     job = run(stage)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0)
     assert "submit" not in server.asked and len(stage.told.offers) == 1
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_resumed_job_whose_slot_is_another_jobs_waits_in_its_lane(
+    stage, server, worker, job_id, is_joined, monkeypatch
+) -> None:
+    """If it were offered in the same slot, it would be claimed and handed back again without end."""
+    named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
+    server.description = Description(submit=Submit(idempotent=is_joined))
+    _set_reports(server, [named, gone])
+
+    def lose_the_slot(point: str) -> None:
+        if point == "start_committed" and not stage.room.waiting():
+            (watch,) = worker.heartbeat.watches()
+            free(stage.dispatcher, watch.lease, return_to_lane=False)
+            stage.submit()
+            stage.start("w2")
+            assert passes.restore_missing(stage) == 1
+
+    monkeypatch.setattr(executor, "crash_at", lose_the_slot)
+    job = run(stage)
+    assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0)
+    assert server.asked == ["health", "health"]
+    assert list(stage.room.waiting()) == [job_id] and stage.told.offers == []
 
 
 def test_a_job_that_is_canceled_while_it_waits_ends_and_its_slot_is_quarantined(stage, server, worker, job_id) -> None:

@@ -35,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 _BY_PRIORITY = ("model", "priority")
+Labels = str | tuple[str, ...]
 
 
 class MetricsCollector(Collector):
@@ -276,8 +277,6 @@ def _limit_labels(names: Sequence[str]) -> Callable[[str], str]:
 
 
 # -- metric families ---------------------------------------------------------------------------------------
-
-Labels = str | tuple[str, ...]
 
 
 def _label_values(labels: Labels) -> list[str]:

@@ -27,6 +27,10 @@ log = structlog.get_logger(__name__)
 
 _BROKER_TIMEOUT_S = 2
 _checked_urls: set[str] = set()  # A schema that is current stays so while this process runs.
+CACHE_S = 1.0
+"""How long a result is cached for all clients."""
+PROBE_TIMEOUT_S = 0.6
+"""How long a request waits for a probe: probes of orchestrators time out after a second."""
 
 
 def probe_database() -> str | None:
@@ -130,12 +134,6 @@ PROBES: Mapping[str, Callable[[], str | None]] = {
     "secret": probe_secret,
     "clocks": probe_clocks,
 }
-
-
-CACHE_S = 1.0
-"""How long a result is cached for all clients."""
-PROBE_TIMEOUT_S = 0.6
-"""How long a request waits for a probe: probes of orchestrators time out after a second."""
 
 
 class Readiness:

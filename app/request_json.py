@@ -26,6 +26,20 @@ from slotkeeper.errors import InvalidRequest
 
 BODY_COMPLETE = "slotkeeper.whole_body"
 """In the WSGI environment: the server has read the body to its end."""
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
+MAX_BATCH_JOBS = 1000
+NDJSON = "application/x-ndjson"
+_ITEM = BatchItem.model_json_schema()
+BATCH_BODY = RequestBody.model_validate(
+    {
+        "content": {
+            "application/json": {
+                "schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_BATCH_JOBS}
+            },
+            NDJSON: {"schema": {"type": "string", "description": "One such object per line."}},
+        }
+    }
+)
 
 
 class _Refused(ValueError):
@@ -50,7 +64,6 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_reject_constant)
-_WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
 def parse_json(text: bytes, **facts: Any) -> Any:
@@ -210,27 +223,6 @@ def parse_time(name: str, text: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise InvalidRequest(name, f"{name} must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z")
-
-
-MAX_BATCH_JOBS = 1000
-
-
-NDJSON = "application/x-ndjson"
-
-
-_ITEM = BatchItem.model_json_schema()
-
-
-BATCH_BODY = RequestBody.model_validate(
-    {
-        "content": {
-            "application/json": {
-                "schema": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_BATCH_JOBS}
-            },
-            NDJSON: {"schema": {"type": "string", "description": "One such object per line."}},
-        }
-    }
-)
 
 
 def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchItem]:

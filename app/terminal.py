@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FILE_WIDTH = 200  # columns of a table that is written to a file or a pipe
 _ASCII = re.compile(r"[\n\t -~]*")
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C has ended, as in shells; 1 would mean a failure."""
 
 
 def escape_controls(text: str) -> str:
@@ -88,10 +90,6 @@ def styled(text: str, style: str) -> "Text":
     from rich.text import Text
 
     return Text(escape_controls(text), style)
-
-
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C has ended, as in shells; 1 would mean a failure."""
 
 
 class _OutcomeUnknown(click.ClickException):

@@ -24,6 +24,7 @@ from tasks.servers.endpoint import parse_endpoint
 from tasks.servers.validation import InvalidDescription
 
 log = structlog.get_logger(__name__)
+_INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 
 
 def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
@@ -63,9 +64,6 @@ def queue_counts(fleets: list[str]) -> dict[str, QueueCounts]:
     """Return the counts of each fleet's queue; a fleet that cannot be read is left out.  Raises RedisError."""
     queues = dispatcher().queues
     return queues.call_if_available(lambda: dispatcher().fleets.counts(fleets))
-
-
-_INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
 
 
 def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:

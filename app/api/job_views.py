@@ -46,6 +46,10 @@ from slotkeeper.outbox import retention
 from tasks.services import database, workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
+batches_api = blueprint("batches", "Batches", "/queue/batches")
+_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
+dlq_api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+_MAX_RETRIED = 500  # jobs that one request queues again
 
 
 @api.get("/<job_id>", responses={200: JobDetail, **problem_responses(404, 409, 422)})
@@ -158,12 +162,6 @@ def _position_of(job: Job) -> QueuePosition:
     return read_position(dispatcher(), workers(), job.queued)
 
 
-batches_api = blueprint("batches", "Batches", "/queue/batches")
-
-
-_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
-
-
 @batches_api.get("", responses={200: BatchList, **problem_responses(422)})
 def list_batches(query: BatchQuery) -> dict[str, Any]:
     """List batches, the newest first, with the progress of each."""
@@ -208,12 +206,6 @@ def _visible_batch(batch_id: str) -> Batch:
     if not batches:
         raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch_id)
     return batches[0]
-
-
-dlq_api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
-
-
-_MAX_RETRIED = 500  # jobs that one request queues again
 
 
 @dlq_api.get("", responses={200: JobList, **problem_responses(422)})

@@ -47,6 +47,7 @@ from tasks.servers import Description
 from tasks.services import catalog, database
 
 api = admin_blueprint("models", "Models", "/admin")
+defaults_api = admin_blueprint("defaults", "Defaults", "/admin")
 
 
 @api.get("/models", responses={200: ModelList})
@@ -175,9 +176,6 @@ def known_model(name: str) -> Model:
     if model is None:
         raise NotFound("There is no such model; GET /admin/models lists them.", model=name)
     return model
-
-
-defaults_api = admin_blueprint("defaults", "Defaults", "/admin")
 
 
 @defaults_api.get("/defaults", responses={200: DefaultsView})

@@ -44,6 +44,17 @@ _STATUSES = (403, 421, 422, 500)  # of each view
 _KEYED_STATUSES = (401, 403, 421, 422, 500, 503)  # of each view that requires a key
 _HEADERS = "x-headers"  # openapi_document moves them to the parameters.
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
+_DOCUMENT = "/openapi.json"
+_PAGE = "/docs"
+_EXTENSION = "slotkeeper_document"
+_document_lock = Lock()
+# For /docs: its own scripts and styles, some of them inline; nothing from other origins.
+_DOCS_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+)
+# For app.page: nothing inline, nothing from other origins, and forms send only to this origin.
+_PAGE_POLICY = "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'"
+_API_POLICY = "default-src 'none'"
 
 
 class _OrjsonProvider(JSONProvider):
@@ -175,18 +186,6 @@ def _clean_up(operation: dict[str, Any]) -> None:
         del operation["responses"]["422"]
 
 
-_DOCUMENT = "/openapi.json"
-
-
-_PAGE = "/docs"
-
-
-_EXTENSION = "slotkeeper_document"
-
-
-_document_lock = Lock()
-
-
 def register(app: Flask) -> None:
     """Add /openapi.json, and /docs, which redirects to the folder of the page's files."""
     swagger = RegisterPlugin.register(doc_url=_DOCUMENT)
@@ -205,19 +204,6 @@ def _serve_document() -> Response:
         if _EXTENSION not in extensions:
             extensions[_EXTENSION] = orjson.dumps(openapi_document(current_app))
     return Response(extensions[_EXTENSION], content_type="application/json")
-
-
-# For /docs: its own scripts and styles, some of them inline; nothing from other origins.
-_DOCS_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
-)
-
-
-# For app.page: nothing inline, nothing from other origins, and forms send only to this origin.
-_PAGE_POLICY = "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'"
-
-
-_API_POLICY = "default-src 'none'"
 
 
 def _headers_with(allowed: str) -> list[tuple[str, str]]:

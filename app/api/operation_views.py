@@ -27,6 +27,9 @@ from slotkeeper.jobs import ledger
 from tasks.services import processes
 
 health_api = blueprint("health", "Operation", keyed=False)
+figures_api = blueprint("figures", "Operation")
+ledger_api = admin_blueprint("ledger", "Operation", "/admin")
+processes_api = admin_blueprint("processes", "Operation", "/admin")
 
 
 @health_api.get("/health/live", responses={200: LivenessView})
@@ -51,9 +54,6 @@ def ready() -> tuple[dict[str, Any], int]:
         return ReadinessView.build(status="unavailable", parts=parts), 503
     status = "ok" if all(part["ok"] for part in parts.values()) else "degraded"
     return ReadinessView.build(status=status, parts=parts), 200
-
-
-figures_api = blueprint("figures", "Operation")
 
 
 @figures_api.get(
@@ -87,16 +87,10 @@ def stats(path: ModelPath) -> dict[str, Any]:
     return ModelStats.build(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)
 
 
-ledger_api = admin_blueprint("ledger", "Operation", "/admin")
-
-
 @ledger_api.get("/ledger", responses={200: LedgerView})
 def get_ledger() -> dict[str, Any]:
     """Show the balance: accepted jobs = jobs in each state + jobs that were removed after their end."""
     return LedgerView.build(ledger.read(dispatcher().store.database))
-
-
-processes_api = admin_blueprint("processes", "Operation", "/admin")
 
 
 @processes_api.get("/processes", responses={200: ProcessList})

@@ -44,6 +44,7 @@ _BATCH_KEY = optional_headers(
     Idempotency_Key="Names this batch: if it is sent again within a day, it returns the same jobs.",
 )
 _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
+_TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
 @api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
@@ -124,9 +125,6 @@ def moment(value: Any) -> tuple[Any, int | None]:
         return None, round(when.timestamp() * 1000)
     except (OverflowError, ValueError):
         raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
-
-
-_TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
 def _batch_submission(

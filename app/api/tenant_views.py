@@ -34,6 +34,7 @@ from tasks.security.keyring import webhook_secrets
 from tasks.services import catalog, database, secret_rotations
 
 api = no_store(admin_blueprint("tenants", "Tenants", "/admin"))
+secrets_api = no_store(admin_blueprint("secrets", "Secrets", "/admin"))
 
 
 @api.get("/tenants", responses={200: TenantList})
@@ -89,9 +90,6 @@ def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
 
 def _tenants_with_key() -> dict[str, Tenant]:
     return {tenant.name: tenant for tenant in Tenants(database()).list_all()}
-
-
-secrets_api = no_store(admin_blueprint("secrets", "Secrets", "/admin"))
 
 
 @secrets_api.get("/secrets", responses={200: SecretList})

@@ -38,6 +38,7 @@ _FORWARDED = re.compile(
 )
 # A page of another origin can send these only after a CORS preflight request, which the API never allows.
 _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "application/problem+json"})
+_KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 
 def keys() -> "Keys | None":
@@ -229,9 +230,6 @@ def reject_remote(environ: Mapping[str, Any]) -> None:
             "Sent by another site's page",
             f"Without keys the API refuses requests from other sites. {_KEYS}",
         )
-
-
-_KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 
 def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:

@@ -16,6 +16,17 @@ from app.cli.conform_command import conform
 from app.cli.simulate_command import simulate
 from app.terminal import SafeGroup
 
+_GROUPS = (
+    local_commands,
+    submit_commands,
+    job_commands,
+    server_commands,
+    model_commands,
+    operation_commands,
+    webhook_commands,
+    tenant_commands,
+)
+
 
 @click.group(cls=SafeGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="slotkeeper", message="slotkeeper %(version)s")
@@ -33,16 +44,6 @@ def main() -> None:
     """
 
 
-_GROUPS = (
-    local_commands,
-    submit_commands,
-    job_commands,
-    server_commands,
-    model_commands,
-    operation_commands,
-    webhook_commands,
-    tenant_commands,
-)
 for command in (*(member for group in _GROUPS for member in group.COMMANDS), conform, simulate):
     main.add_command(command)
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _CONDITION = re.compile(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*(.+?)\s*", re.DOTALL)
 _MAX_NUMBER = 1e15  # A float cannot hold all digits of a larger number.
 _BOUNDS = {">=": "min", "<=": "max"}
+_TYPES: Mapping[str, click.ParamType] = {
+    "priority": click.IntRange(1, 9),
+    "ttl": click.FloatRange(min=0, min_open=True),
+}
 
 
 def read_constraints(texts: Iterable[str]) -> dict[str, Any]:
@@ -103,12 +107,6 @@ def _parse_bound(text: str, value: str) -> float:
 _READERS: Mapping[str, Callable[[Iterable[str]], dict[str, Any]]] = {
     "constraints": read_constraints,
     "labels": read_labels,
-}
-
-
-_TYPES: Mapping[str, click.ParamType] = {
-    "priority": click.IntRange(1, 9),
-    "ttl": click.FloatRange(min=0, min_open=True),
 }
 
 

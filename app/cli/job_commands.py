@@ -26,6 +26,8 @@ from app.cli.submit_commands import Job, format_basis, start_of, wait_for_jobs
 from app.terminal import console, echo, escape_line
 
 _MAX_BATCHES = 50
+_STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
+_HIDDEN_FIELDS = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
 @click.group()
@@ -159,12 +161,6 @@ def delete_dead(job_ids: tuple[str, ...]) -> None:
     for job_id in job_ids:
         api_client().request("DELETE", f"/admin/dlq/{path_segment(job_id)}")
         echo(f"{job_id}  deleted")
-
-
-_STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
-
-
-_HIDDEN_FIELDS = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
 
 
 @click.command("jobs")

@@ -10,6 +10,9 @@ from app.cli.state_commands import add_state_commands, format_counts, keep_comma
 from app.terminal import echo, escape_line
 from slotkeeper.client_errors import ApiError
 
+# Fields that _print_model prints as sentences, or that the configuration contains.
+_HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
+
 
 @click.group()
 def defaults() -> None:
@@ -109,10 +112,6 @@ def _print(answer: Any, as_json: bool) -> None:
         return
     overrides, settings = answer["overrides"], {**answer["built_in"], **answer["overrides"]}
     print_fields({f"{name} *" if name in overrides else name: value for name, value in settings.items()})
-
-
-# Fields that _print_model prints as sentences, or that the configuration contains.
-_HIDDEN_MODEL_FIELDS = ("load", "longest_overtaking_s", "longest_wait", "model_type", "removal", "work_s")
 
 
 @click.group()

@@ -14,6 +14,13 @@ from slotkeeper.client_errors import ApiError, ApiUnreachable
 from tasks.process_files import ROLES, liveness_problem
 
 _WATCH_JOBS = 12
+_MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+_SUMMARIES = {
+    "ok": "All checks passed.",
+    "warn": "No check failed; see the warnings.",
+    "fail": "At least one check failed.",
+}
+_NO_LIMIT = 1 << 40
 
 
 @click.command()
@@ -89,16 +96,6 @@ def _render_view(api: Any) -> Any:
     states = api.get("/admin/ledger")["by_state"]
     summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"
     return Group(f"{api.url}   {summary}\n", fleets, newest)
-
-
-_MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
-
-
-_SUMMARIES = {
-    "ok": "All checks passed.",
-    "warn": "No check failed; see the warnings.",
-    "fail": "At least one check failed.",
-}
 
 
 @click.command()
@@ -186,9 +183,6 @@ def _process_row(process: dict[str, Any]) -> tuple[Any, ...]:
         "-" if process["runs"] is None else f"{process['runs']} of {process['capacity']}",
         "-" if canary_ms is None else f"{canary_ms:.1f} ms, {process['canary_age_s']:.0f} s ago",
     )
-
-
-_NO_LIMIT = 1 << 40
 
 
 @click.command()

@@ -23,6 +23,12 @@ _GAP = 2  # characters between two columns of a table
 _LAST_COLUMN = 24  # The last column of a table may be made as narrow as this.
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 F = TypeVar("F", bound=Callable[..., Any])
+output_option = click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Save the file in the result; several as FILE-1, FILE-2, ...; a result without files as JSON.",
+)
 
 
 def api_client() -> "Client":
@@ -158,14 +164,6 @@ def path_segment(segment: str) -> str:
     from urllib.parse import quote
 
     return quote(segment, safe="")
-
-
-output_option = click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Save the file in the result; several as FILE-1, FILE-2, ...; a result without files as JSON.",
-)
 
 
 def no_result(job: dict[str, Any], output: Path | None) -> click.ClickException:

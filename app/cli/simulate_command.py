@@ -235,7 +235,7 @@ def _stoppable() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the simulation as Ctrl-C does; ignore further signals during the cleanup."""
     import signal
 
-    from app.up.signals import STOPPING
+    from app.up.supervisor import STOPPING
 
     def stop(number: int, _: object) -> None:
         for stopping in STOPPING:

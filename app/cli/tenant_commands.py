@@ -10,6 +10,8 @@ from app.cli.state_commands import add_state_commands
 from app.terminal import echo, escape_line
 from slotkeeper.errors import NotFound
 
+_SHOWN_PROCESSES = 5
+
 
 @click.group()
 def secrets() -> None:
@@ -75,9 +77,6 @@ def remove_secret(name: str) -> None:
 
 def _format_models(models: list[str] | None) -> str:
     return "all models" if models is None else ", ".join(models)
-
-
-_SHOWN_PROCESSES = 5
 
 
 @click.group()

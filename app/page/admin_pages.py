@@ -21,6 +21,8 @@ from app.schemas.tenant_schemas import TenantBody, TenantPath
 from slotkeeper.audit import ACTIONS
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
+_SECRET = re.compile(r"secret|password|token|_key$")
+_HIDDEN = "set, not shown"
 
 
 @page_view("/page/audit", audit=True)
@@ -52,12 +54,6 @@ def change_tenant() -> Any:
 
 def _is_limited(config: Any) -> bool:
     return bool(config.tenant_slots or config.tenant_slot_limits or config.weights)
-
-
-_SECRET = re.compile(r"secret|password|token|_key$")
-
-
-_HIDDEN = "set, not shown"
 
 
 @page_view("/page/settings", admin=True)

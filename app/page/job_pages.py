@@ -26,6 +26,7 @@ from slotkeeper.large_json import is_expensive_to_parse
 
 _TIMELINE_WIDTH = 1000  # in the units of the SVG view box
 _MIN_BAR_WIDTH = 3
+_PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,6 @@ def ask_to_cancel_batch(batch: str) -> Any:
 def cancel_batch(batch: str) -> Any:
     jobs_api.cancel_batch(BatchPath(batch=batch))
     return redirect(f"/page/batches/{segment(batch)}?done=batch-canceled", 303)
-
-
-_PAGE_SIZE = 100
 
 
 @page_view("/page/dead", admin=True)

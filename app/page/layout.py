@@ -12,6 +12,25 @@ from app.schemas.base import StateBody
 from slotkeeper.registry.tenants import Tenant
 from tasks.security.keyring import session_keys
 
+# The messages after a form was submitted, by the value of `done` in the URL of the redirect.
+MESSAGES = {
+    "canceled": "The job is canceled.",
+    "batch-canceled": "Its waiting jobs are canceled; its running jobs end when their servers stop them.",
+    "canceling": "The job ends when its server stops the run.",
+    "retried": "The job is back at its place in the queue, with all retries available.",
+    "changed": "Changed; all hosts apply it within two seconds.",
+    "tested": "The test is being sent; see the result under the latest tries.",
+    "enabled": "The webhook is enabled; it also gets the events that it missed.",
+    "disabled": "The webhook is disabled; it gets no events until it is enabled.",
+    "replayed": "The messages will be sent again.",
+    "reset": "The breaker of the server is closed, and its cooldowns have ended.",
+    "removed": "Removed.",
+    "leaving": "The removal has started; it is done when the remaining jobs have ended.",
+    "kept": "The removal is canceled.",
+}
+THEME_COOKIE = "slotkeeper_theme"
+THEMES = ("light", "dark", "auto")
+
 
 @dataclass(frozen=True, slots=True)
 class NavItem:
@@ -39,22 +58,6 @@ NAVIGATION = (
     NavItem("Audit", "/page/audit", admin=False, audit=True),
     NavItem("Settings", "/page/settings"),
 )
-# The messages after a form was submitted, by the value of `done` in the URL of the redirect.
-MESSAGES = {
-    "canceled": "The job is canceled.",
-    "batch-canceled": "Its waiting jobs are canceled; its running jobs end when their servers stop them.",
-    "canceling": "The job ends when its server stops the run.",
-    "retried": "The job is back at its place in the queue, with all retries available.",
-    "changed": "Changed; all hosts apply it within two seconds.",
-    "tested": "The test is being sent; see the result under the latest tries.",
-    "enabled": "The webhook is enabled; it also gets the events that it missed.",
-    "disabled": "The webhook is disabled; it gets no events until it is enabled.",
-    "replayed": "The messages will be sent again.",
-    "reset": "The breaker of the server is closed, and its cooldowns have ended.",
-    "removed": "Removed.",
-    "leaving": "The removal has started; it is done when the remaining jobs have ended.",
-    "kept": "The removal is canceled.",
-}
 
 
 def template_values() -> dict[str, Any]:
@@ -86,12 +89,6 @@ def _message_for(code: str) -> str | None:
         jobs = "1 job is" if number == "1" else f"{number} jobs are"
         return f"{jobs} back in the queue.{more}"
     return None
-
-
-THEME_COOKIE = "slotkeeper_theme"
-
-
-THEMES = ("light", "dark", "auto")
 
 
 def keys_required() -> bool:

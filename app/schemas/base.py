@@ -25,6 +25,17 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 from routing.admission.job_request import MODEL_PATTERN
 from slotkeeper import clock
 
+_fields: dict[str, tuple[str, ...]] = {}
+Reader: TypeAlias = Callable[[Any], Any]
+_TIME = WithJsonSchema({"type": "string", "format": "date-time"})
+Time = Annotated[str, _TIME]
+AdminStateName = Literal["online", "paused", "draining", "frozen"]
+_REASON: Any = Field(
+    None, max_length=500, description="The reason for the state; shown with it.", examples=["new driver"]
+)
+MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
+_MAX_UNKNOWN_FIELDS = 20
+
 
 class Schema(BaseModel):
     """Base of request bodies, paths and queries.  Caches its schema, which flask-openapi reads at each request."""
@@ -38,9 +49,6 @@ class Schema(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         remember_fields(cls)
-
-
-_fields: dict[str, tuple[str, ...]] = {}
 
 
 def remember_fields(model: type[BaseModel]) -> None:
@@ -73,12 +81,6 @@ class Problem(Schema):
     field: str | None = None
     errors: list[dict[str, str]] | None = None
     index: int | None = None
-
-
-Reader: TypeAlias = Callable[[Any], Any]
-
-_TIME = WithJsonSchema({"type": "string", "format": "date-time"})
-Time = Annotated[str, _TIME]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +205,6 @@ def _convert_values(convert: Reader | None) -> Reader:
     if convert is None:
         return lambda values: {str(name): value for name, value in values.items()}
     return lambda values: {str(name): convert(value) for name, value in values.items()}
-
-
-AdminStateName = Literal["online", "paused", "draining", "frozen"]
-
-
-_REASON: Any = Field(
-    None, max_length=500, description="The reason for the state; shown with it.", examples=["new driver"]
-)
-
-
-MODEL_NAME: Any = {"pattern": f"^{MODEL_PATTERN}$"}
-
-
-_MAX_UNKNOWN_FIELDS = 20
 
 
 class BodySchema(Schema):

@@ -19,6 +19,23 @@ from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 from slotkeeper.urls import mask_url
 
 _CURSOR: Any = {"pattern": f"^{CURSOR}$"}
+NextStep = Literal["starting", "waiting", "later", "unknown"]
+_ESTIMATE: Any = Field(
+    description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
+    "slots of its model.  null: no run was measured, or it cannot start at present."
+)
+_NEXT_STEP: Any = Field(
+    description="What the job does next.  `starting`: it has a slot and is being started.  `waiting`: it is in the "
+    "queue, at `position`.  `later`: it is delayed.  `unknown`: Redis is unavailable, or the job is not in the queue "
+    "yet.  null: it has started or ended; see `status`."
+)
+_POSITION: Any = Field(
+    description="Position in the queue; 1: next.  null: it is not in the queue, or the position is not known now."
+)
+_NOTICE: Any = Field(description="Why it cannot start at present, such as constraints that no registered server meets.")
+# The codes of dead jobs; `last_code` is the code of the last attempt.
+_DEAD_CODES = {Reason.RETRIES_EXHAUSTED: "max_retries_exceeded", Reason.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
+_BATCH_SCHEMA: Any = {"pattern": f"^{BATCH}$"}
 
 
 class SubmitBody(JobRequest, BodySchema):
@@ -74,34 +91,6 @@ class DlqQuery(Schema):
     model: str | None = Field(None, json_schema_extra=MODEL_NAME)
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=20, json_schema_extra=_CURSOR)
-
-
-NextStep = Literal["starting", "waiting", "later", "unknown"]
-
-
-_ESTIMATE: Any = Field(
-    description="Seconds from now: (jobs of its model before it + 1) × mean slot time of its model's latest runs / "
-    "slots of its model.  null: no run was measured, or it cannot start at present."
-)
-
-
-_NEXT_STEP: Any = Field(
-    description="What the job does next.  `starting`: it has a slot and is being started.  `waiting`: it is in the "
-    "queue, at `position`.  `later`: it is delayed.  `unknown`: Redis is unavailable, or the job is not in the queue "
-    "yet.  null: it has started or ended; see `status`."
-)
-
-
-_POSITION: Any = Field(
-    description="Position in the queue; 1: next.  null: it is not in the queue, or the position is not known now."
-)
-
-
-_NOTICE: Any = Field(description="Why it cannot start at present, such as constraints that no registered server meets.")
-
-
-# The codes of dead jobs; `last_code` is the code of the last attempt.
-_DEAD_CODES = {Reason.RETRIES_EXHAUSTED: "max_retries_exceeded", Reason.CRASHES_EXHAUSTED: "max_crashes_exceeded"}
 
 
 def estimated_start_s(estimate: StartEstimate | None) -> float | None:
@@ -312,9 +301,6 @@ class PushResult(ResponseSchema):
     status: str = Field(
         description="The current state of the job; `ignored`: the push does not report the end of the run."
     )
-
-
-_BATCH_SCHEMA: Any = {"pattern": f"^{BATCH}$"}
 
 
 class BatchQuery(Schema):

@@ -10,6 +10,10 @@ from routing.queries.process_list import Process
 from slotkeeper.audit import ACTIONS, AuditRow
 from slotkeeper.jobs import ledger
 
+_Name = Annotated[str, Field(max_length=200)]
+_TIME_SCHEMA: Any = {"format": "date-time"}
+_ACT_SCHEMA: Any = {"examples": sorted(ACTIONS)}
+
 
 class LedgerView(ResponseSchema, source=ledger.Ledger):
     """The number of accepted jobs, by current state, and by final state for removed jobs."""
@@ -77,15 +81,6 @@ class ModelStats(ResponseSchema):
     running: int
     active: int
     slots: int
-
-
-_Name = Annotated[str, Field(max_length=200)]
-
-
-_TIME_SCHEMA: Any = {"format": "date-time"}
-
-
-_ACT_SCHEMA: Any = {"examples": sorted(ACTIONS)}
 
 
 class AuditQuery(Schema):

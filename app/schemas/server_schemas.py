@@ -47,6 +47,12 @@ _Attributes = Annotated[
 
 Breaker = Literal["closed", "open", "half_open", "probing"]
 OpenedBy = Literal["failures", "rate", "probe"]
+_HEALTH_SENTENCES = {
+    HealthKind.BUSY: "its health check says that it is busy or still loading; it is still offered jobs",
+    HealthKind.DOWN: "its health check says that it cannot run jobs",
+    HealthKind.FOREIGN: "what responds there does not know the path of its health check: wrong address or preset",
+    HealthKind.GARBAGE: "the response to its health check is not what its description expects",
+}
 
 
 def attribute_value(attribute: str | float) -> str | float | list[str]:
@@ -306,14 +312,6 @@ class ServerCheck(ResponseSchema):
     health: HealthReport | None = Field(
         description="null: it serves no model, or its description allows no health check."
     )
-
-
-_HEALTH_SENTENCES = {
-    HealthKind.BUSY: "its health check says that it is busy or still loading; it is still offered jobs",
-    HealthKind.DOWN: "its health check says that it cannot run jobs",
-    HealthKind.FOREIGN: "what responds there does not know the path of its health check: wrong address or preset",
-    HealthKind.GARBAGE: "the response to its health check is not what its description expects",
-}
 
 
 def check_result(server: Server, reasons: Sequence[explain.Blocker], health: Health | None) -> dict[str, Any]:

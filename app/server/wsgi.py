@@ -20,6 +20,7 @@ MAX_HEAD_BYTES = 32 << 10
 _MAX_TARGET_BYTES, _MAX_HEADERS = 16 << 10, 100
 _UNPREFIXED = {b"content-type": "CONTENT_TYPE", b"content-length": "CONTENT_LENGTH"}
 _BODILESS = (204, 304)
+LARGE_HEAD = 431, "head_too_large", f"A head may have at most {_MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes."
 
 
 @dataclass(slots=True)
@@ -50,9 +51,6 @@ class Refusal(Exception):
         response = self.response()
         lines = [b"%b: %b" % header for header in (*response.headers, (b"connection", b"close"))]
         return b"\r\n".join([f"HTTP/1.1 {self.status} {self.title}".encode(), *lines, b"", response.body])
-
-
-LARGE_HEAD = 431, "head_too_large", f"A head may have at most {_MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes."
 
 
 def validate_head(version: str, target: bytes, headers: Headers) -> int:

@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from app.simulate.scenario import SimulationError
 from app.up.guardian import Guardian
-from app.up.signals import STOPPING
+from app.up.supervisor import STOPPING
 from app.up.valkey_server import find_valkey
 
 _START_S = 20.0

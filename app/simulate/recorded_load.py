@@ -8,20 +8,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import make_url
+from sqlalchemy import Connection, bindparam, func, make_url, or_, select
 
-from app.simulate import history
-from app.simulate.history import PastJob
 from app.simulate.scenario import Arrival, SimulationError
 from migrations import migrate
 from slotkeeper.db import Database
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import AdminState
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _DEFAULT_RUN_MS = 10_000  # run time for a model without an ended job in the window
+# The largest difference between the clocks of processes that accept jobs.
+_SLACK_MS = 3_600_000
+# Two subqueries: SQLite uses the index for a minimum or a maximum, but not for both in one query.
+_RANGE = select(select(func.min(jobs.c.seq)).scalar_subquery(), select(func.max(jobs.c.seq)).scalar_subquery())
+_NEXT = select(jobs.c.created_ms).where(jobs.c.seq >= bindparam("p_seq")).order_by(jobs.c.seq).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PastJob:
+    """The fields of a started or ended job that order and placement depend on.  `started_ms`: its last start."""
+
+    model: str
+    priority: int
+    tenant: str
+    constraints: str
+    created_ms: int
+    started_ms: int | None
+    finished_ms: int | None
+    deadline_ms: int | None
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +80,7 @@ def read_recorded_load(database: Database, since_ms: int, until_ms: int, seed: i
     errors of the database.
     """
     catalog = _all_online(Catalog(database).read())
-    rows = [row for row in history.read_past_jobs(database, since_ms, until_ms) if row.started_ms is not None]
+    rows = [row for row in read_past_jobs(database, since_ms, until_ms) if row.started_ms is not None]
     usable = [row for row in rows if row.model in catalog.models]
     if not usable:
         raise SimulationError(
@@ -135,3 +156,55 @@ def _all_online(catalog: CatalogSnapshot) -> CatalogSnapshot:
         servers={name: replace(server, state=AdminState.ONLINE) for name, server in catalog.servers.items()},
         tenants={},
     )
+
+
+_PAST = (
+    select(*(jobs.c[name] for name in PastJob.__dataclass_fields__))
+    .where(
+        jobs.c.seq >= bindparam("p_first"),
+        jobs.c.seq < bindparam("p_end"),
+        jobs.c.created_ms >= bindparam("p_since"),
+        jobs.c.created_ms < bindparam("p_until"),
+        or_(jobs.c.started_ms.is_not(None), jobs.c.finished_ms.is_not(None)),
+    )
+    .order_by(jobs.c.created_ms, jobs.c.seq)
+)
+
+
+def read_past_jobs(database: Database, since_ms: int, until_ms: int, limit_per_batch: int = 5000) -> Iterator[PastJob]:
+    """Yield the started or ended jobs that were accepted from `since_ms` on and before `until_ms`, in that order.
+
+    Jobs are read in pages of `limit_per_batch`, to limit memory.  The iterator holds a connection until it is exhausted
+    or closed.  If clocks differed by more than an hour, a job may be missed.
+    """
+    with database.snapshot() as connection:
+        params = {
+            "p_first": _first_seq(connection, since_ms - _SLACK_MS),
+            "p_end": _first_seq(connection, until_ms + _SLACK_MS),
+            "p_since": since_ms,
+            "p_until": until_ms,
+        }
+        for row in connection.execute(_PAST, params, execution_options={"yield_per": limit_per_batch}):
+            yield _past_job(row)
+
+
+def _first_seq(connection: Connection, at_ms: int) -> int:
+    """Return the first `seq` of the jobs that were accepted at `at_ms` or later; approximate by up to _SLACK_MS."""
+    first, last = connection.execute(_RANGE).one()
+    if first is None:
+        return 0
+    low, high = first, last + 1
+    while low < high:
+        middle = (low + high) // 2
+        created_ms = connection.execute(_NEXT, {"p_seq": middle}).scalar()
+        if created_ms is not None and created_ms < at_ms:  # None: the job was removed meanwhile
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _past_job(row: Any) -> PastJob:
+    *facts, state = row
+    fields: list[Any] = [*facts, State(state)]
+    return PastJob(*fields)

@@ -15,8 +15,7 @@ from app.up.guardian import Guardian
 from app.up.installation_folder import InstallationFolder, flower_password, redis_password, write_addresses
 from app.up.managed_process import Role
 from app.up.roles import UpPlan, read_plan, short_path
-from app.up.signals import Signals
-from app.up.supervisor import Supervisor
+from app.up.supervisor import Signals, Supervisor
 from tasks import process_files
 
 _START_S = 60.0

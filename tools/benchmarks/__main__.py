@@ -1,24 +1,27 @@
 """Run the benchmarks: python -m tools.benchmarks [handoff] [throughput] [submit]."""
 
+import http.client
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import requests
 
 from tools.benchmarks import stack_calls
-from tools.benchmarks.submits import measure_submits
+from tools.benchmarks.measuring import print_line
 from tools.cluster.stack import RefServer, Stack, eventually
 
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+_PROCESSES = 2
 
 
 def _journal(server: RefServer) -> list[dict[str, Any]]:
@@ -97,7 +100,7 @@ def handoff() -> None:
     slots, seconds, jobs = 8, 0.1, 1000
     runs = _run_ours(slots, seconds, jobs, 64)
     gaps = sorted(_gaps_ms(runs))
-    _print(
+    print_line(
         f"handoff     {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: "
         f"slot use {_slot_use(runs, slots, jobs):.1%}, "
         f"gap p50 {statistics.median(gaps):.2f} ms, p99 {gaps[int(len(gaps) * 0.99)]:.1f} ms"
@@ -108,7 +111,7 @@ def throughput() -> None:
     slots, seconds, jobs = 32, 0.005, 5000
     bare = _run_bare(slots, seconds, jobs)
     ours = _rate(_run_ours(slots, seconds, jobs, 64))
-    _print(
+    print_line(
         f"throughput  {slots} slots x {seconds * 1000:.0f} ms, {jobs} jobs: {ours:.0f} jobs/s, "
         f"bare Celery {bare:.0f} jobs/s, ratio {ours / bare:.2f}"
     )
@@ -118,7 +121,7 @@ def submit() -> None:
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         stack.web()
         measured = measure_submits(stack.url, clients=16, seconds=8.0)
-        _print(f"submit      16 clients, one job a request: {measured:.0f} submits/s")
+        print_line(f"submit      16 clients, one job a request: {measured:.0f} submits/s")
 
 
 _ALL = {"handoff": handoff, "throughput": throughput, "submit": submit}
@@ -127,4 +130,45 @@ if __name__ == "__main__":
     started = time.monotonic()
     for name in sys.argv[1:] or _ALL:
         _ALL[name]()
-    _print(f"measured in {time.monotonic() - started:.0f} s")
+    print_line(f"measured in {time.monotonic() - started:.0f} s")
+
+
+def measure_submits(url: str, clients: int, seconds: float) -> float:
+    """Return the accepted submits per second of `clients` clients with keep-alive connections."""
+    requests.put(url + "/admin/model-configs/bench", json={}, timeout=10).raise_for_status()
+    counts: multiprocessing.Queue[int] = multiprocessing.Queue()
+    workers = [
+        multiprocessing.Process(target=_submit_for, args=(url, clients // _PROCESSES, seconds, counts))
+        for _ in range(_PROCESSES)
+    ]
+    for worker in workers:
+        worker.start()
+    total = sum(counts.get(timeout=seconds + 60) for _ in workers)
+    for worker in workers:
+        worker.join()
+    return total / seconds
+
+
+def _submit_for(url: str, clients: int, seconds: float, counts: "multiprocessing.Queue[int]") -> None:
+    done: list[int] = []
+    threads = [threading.Thread(target=_client, args=(url, seconds, done)) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts.put(sum(done))
+
+
+def _client(url: str, seconds: float, done: list[int]) -> None:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    body = json.dumps({"model": "bench", "payload": {"prompt": "a sunset", "seconds": 0.1}})
+    end, accepted = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        connection.request("POST", "/queue/submit", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 202:
+            raise RuntimeError(f"a submit was answered {answer.status}")
+        accepted += 1
+    done.append(accepted)

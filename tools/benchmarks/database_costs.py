@@ -7,12 +7,9 @@ folder.
 
 import multiprocessing
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
-from migrations import migrate
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
@@ -22,8 +19,8 @@ from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, new_job_id
 from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.webhook_messages import MessageQueue
+from tools.benchmarks.measuring import empty_database, print_line
 from tools.cluster.direct_starts import store_start
-from tools.cluster.postgres_process import running_postgres
 
 _FIELDS = (
     "id, model, state, why, priority, tenant, created_ms, started_ms, finished_ms, deadline_ms, source, payload, result"
@@ -48,22 +45,6 @@ _BATCH = 200
 _PAUSE_S = 0.01
 
 
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-@contextmanager
-def _empty_database(backend: str) -> Iterator[str]:
-    with ExitStack() as stack:
-        if backend == "postgresql":
-            url = stack.enter_context(running_postgres()).create()
-        else:
-            url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory())}/record.db"
-        migrate.upgrade(url)
-        yield url
-
-
 def _fill(database: Database, statement: str, jobs: int) -> None:
     for first in range(0, jobs, _CHUNK):
         numbers = _NUMBERS.format(first=first, behind=min(first + _CHUNK, jobs))
@@ -73,7 +54,7 @@ def _fill(database: Database, statement: str, jobs: int) -> None:
 
 def _measure(name: str, operation: Callable[[], object], repetitions: int = _REPETITIONS) -> None:
     times_ms = sorted(_time_ms(operation) for _ in range(repetitions))
-    _print(
+    print_line(
         f"  {name:34} p50 {times_ms[len(times_ms) // 2]:8.2f} ms   p99 {times_ms[int(len(times_ms) * 0.99)]:8.2f} ms"
     )
 
@@ -95,7 +76,7 @@ def _expire_all(url: str) -> None:
 
 
 def _run_benchmark(backend: str, jobs: int) -> None:
-    with _empty_database(backend) as url:
+    with empty_database(backend) as url:
         database = Database(url)
         store = JobStore(database)
         began = time.monotonic()
@@ -103,7 +84,7 @@ def _run_benchmark(backend: str, jobs: int) -> None:
         if backend == "postgresql":  # as autovacuum would
             with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 connection.exec_driver_sql("VACUUM ANALYZE")
-        _print(f"{backend}: {jobs} ended jobs, written in {time.monotonic() - began:.0f} s")
+        print_line(f"{backend}: {jobs} ended jobs, written in {time.monotonic() - began:.0f} s")
         _measure_operations(database, store)
         _measure_submits_during_expiry(url, database, store)
         database.close()
@@ -152,8 +133,10 @@ def _measure_submits_during_expiry(url: str, database: Database, store: JobStore
         time.sleep(0.002)
     other.join()
     times_ms.sort()
-    _print(f"  {_DEADLINE_JOBS} deadlines pass: {len(times_ms)} submits, p50 {times_ms[len(times_ms) // 2]:.1f} ms, ")
-    _print(f"  {'':34} p99 {times_ms[int(len(times_ms) * 0.99)]:.1f} ms, longest {times_ms[-1]:.1f} ms")
+    print_line(
+        f"  {_DEADLINE_JOBS} deadlines pass: {len(times_ms)} submits, p50 {times_ms[len(times_ms) // 2]:.1f} ms, "
+    )
+    print_line(f"  {'':34} p99 {times_ms[int(len(times_ms) * 0.99)]:.1f} ms, longest {times_ms[-1]:.1f} ms")
 
 
 def main(arguments: list[str]) -> None:

@@ -33,6 +33,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.registry.catalog import Catalog
+from tools.benchmarks.measuring import print_line
 from tools.cluster.stack import Stack, eventually
 
 _SETTINGS = {
@@ -55,11 +56,6 @@ _INSERT_MESSAGES = """
 INSERT INTO messages (receiver, event, job_id, type, at_ms, next_ms, owed_ms)
 SELECT id, 11, id, 'job.completed', created_ms, created_ms, created_ms FROM jobs WHERE id LIKE 'owed-%'
 """
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 @contextmanager
@@ -157,19 +153,21 @@ def _run_part(name: str, deadline_jobs: int, add_load: "AddLoad") -> None:
         webhook_s = time.monotonic() - ended
         eventually(lambda: all(_event_times_ms(store, job, "job.enqueued") for job in delayed), "all are due", 120)
         late_s = max(_late_s(store, job) for job in delayed)
-        _print(
+        print_line(
             f"{name:10} job of the killed worker started again after {again_s:.1f} s, due jobs late by {late_s:.1f} s, "
             f"webhook after {webhook_s:.1f} s"
         )
         calls, took_us = (now - before for now, before in zip(_script_calls(stack), calls_before, strict=True))
-        _print(
+        print_line(
             f"{'':10} submit p50 {submits[100] * 1000:.1f} ms, p99 {submits[198] * 1000:.1f} ms; "
             f"{calls} script calls, {took_us / calls / 1000:.2f} ms each"
         )
         if deadline_jobs:
             began = time.monotonic()
             eventually(lambda: not store.list_queued(["crowd"], limit=1), "all deadlines", 600, 0.5)
-            _print(f"{'':10} {deadline_jobs} deadlines: all jobs expired {time.monotonic() - began:.0f} s after that")
+            print_line(
+                f"{'':10} {deadline_jobs} deadlines: all jobs expired {time.monotonic() - began:.0f} s after that"
+            )
         database.close()
 
 

@@ -18,6 +18,7 @@ import requests
 from app.up.ports import free_port
 from tools.benchmarks import stack_calls
 from tools.benchmarks.idle_costs import cpu_seconds, memory_mib
+from tools.benchmarks.measuring import print_line
 from tools.cluster.stack import Process, Stack, eventually
 
 _POLLED_EVERY_S = 2
@@ -108,18 +109,13 @@ class _Benchmark:
             oldest = max(oldest, age)
         polls, used_s = self.request("health")["polls"] - began, cpu_seconds(pid) - began_s
         took_s = time.monotonic() - since_s  # Reading the leases takes a separate process and some time.
-        _print(
+        print_line(
             f"{polls / took_s:.0f} polls/s, {1000 * used_s / polls:.3f} ms of CPU time each, "
             "with all other work of the worker"
         )
-        _print(
+        print_line(
             f"{held} leases, the oldest {oldest / 1000:.1f} s after its last renewal; they last {lasts / 1000:.0f} s"
         )
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def main(jobs: int = 2000, seconds: float = 30.0) -> None:
@@ -133,14 +129,14 @@ def main(jobs: int = 2000, seconds: float = 30.0) -> None:
         benchmark.submit("polled", jobs)
         time.sleep(10)
         grown = memory_mib(worker.popen.pid)[0] - idle
-        _print(f"{jobs} jobs: {grown * 1024 / jobs:.1f} KiB each beyond the idle process of {idle:.0f} MiB")
+        print_line(f"{jobs} jobs: {grown * 1024 / jobs:.1f} KiB each beyond the idle process of {idle:.0f} MiB")
         benchmark.measure(worker, seconds)
         sent = benchmark.request("health")["sent"]
         worker.kill()
         benchmark.worker("another")
         benchmark.end_jobs()
         again = benchmark.request("health")["sent"] - sent
-        _print(f"after kill -9: {benchmark.states()}, {again} requests sent again")
+        print_line(f"after kill -9: {benchmark.states()}, {again} requests sent again")
 
 
 if __name__ == "__main__":

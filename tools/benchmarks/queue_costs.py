@@ -26,16 +26,12 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
+from tools.benchmarks.measuring import print_line
 from tools.cluster.valkey_process import Valkey
 
 MODEL = "bench"
 SLOTS, RUNS, ROUNDS = 8, 400, 15
 T0 = 1_800_000_000_000
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 class _Bench:
@@ -118,30 +114,30 @@ def _measure(policy: str, sizes: Sequence[tuple[int, int]]) -> list[float]:
                 rounds[n].append(_run_round(benches[n], running[n], tenants))
     best = [(min(inside for inside, _ in each), min(trip for _, trip in each)) for each in rounds]
     for (waiting, tenants), (inside, trip) in zip(sizes, best, strict=True):
-        _print(f"{policy:10} {waiting:>10,} {tenants:>8,} {inside:>7.1f} us {trip:>8.3f} ms")
+        print_line(f"{policy:10} {waiting:>10,} {tenants:>8,} {inside:>7.1f} us {trip:>8.3f} ms")
     return [inside for inside, _ in best]
 
 
 def offer() -> None:
     """Compare an offer with 1,000,000 waiting jobs and one with 1,000, and measure one with 100,000 tenants."""
-    _print(f"{'policy':10} {'waiting':>10} {'tenants':>8} {'inside':>10} {'round trip':>11}")
+    print_line(f"{'policy':10} {'waiting':>10} {'tenants':>8} {'inside':>10} {'round trip':>11}")
     for policy, tenants in (("priority", 1), ("fair", 100)):
         small, large = _measure(policy, [(1_000, tenants), (1_000_000, tenants)])
-        _print(f"{policy:10} {large / small:.2f} times the cost at a thousand times the jobs (target: at most 1.3)")
+        print_line(f"{policy:10} {large / small:.2f} times the cost at a thousand times the jobs (target: at most 1.3)")
     _measure("fair", [(200_000, 100_000)])
-    _print("target with 100,000 tenants: a round trip of at most 0.5 ms")
+    print_line("target with 100,000 tenants: a round trip of at most 0.5 ms")
 
 
 def memory(count: int = 200_000) -> None:
     """Print the bytes of Redis' memory for each waiting job, by the number of tenants."""
-    _print(f"{'waiting':>10} {'tenants':>8} {'bytes a job':>12}   (target: at most 400)")
+    print_line(f"{'waiting':>10} {'tenants':>8} {'bytes a job':>12}   (target: at most 400)")
     for tenants in (1, 1_000, count // 2, count):
         with _valkey() as client:
             bench = _Bench(client, "fair")
             before = client.info("memory")["used_memory"]
             bench.fill(count, tenants)
             used = client.info("memory")["used_memory"] - before
-        _print(f"{count:>10,} {tenants:>8,} {used / count:>12.0f}")
+        print_line(f"{count:>10,} {tenants:>8,} {used / count:>12.0f}")
 
 
 PARTS: dict[str, Callable[[], None]] = {"offer": offer, "memory": memory}

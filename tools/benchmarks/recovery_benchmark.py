@@ -38,6 +38,7 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
+from tools.benchmarks.measuring import print_line
 from tools.cluster.direct_starts import begin_run
 from tools.cluster.stack import Stack, eventually
 from tools.cluster.valkey_process import Valkey
@@ -48,11 +49,6 @@ INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, source, p
 SELECT printf('%s-%012d', lower(hex(randomblob(8))), i), 'zimg', CASE WHEN i % ? THEN 'completed' ELSE 'queued' END,
        'submitted', 1 + i % 9, 'default', 0, 'rest', '{"prompt":"a sunset over the sea","steps":30}' FROM n
 """
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 class _NullNotifier:
@@ -126,10 +122,10 @@ def flush(jobs: int) -> None:
         valkey.flush()
         took_s = _time_s(lambda: _sweep_until_filled(sweeper))
         order = "in order" if _is_in_order(dispatcher, valkey) else "OUT OF ORDER"
-        _print(f"flush       {jobs:,} waiting jobs: all queued again in {took_s:.1f} s, {order}")
+        print_line(f"flush       {jobs:,} waiting jobs: all queued again in {took_s:.1f} s, {order}")
         idle_ms = _time_s(sweeper.sweep) * 1000
-        _print(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
-        _print(f"            a reconcile that finds nothing to do: {_time_s(sweeper.reconcile) * 1000:.0f} ms")
+        print_line(f"            a sweep that finds nothing to do: {idle_ms:.0f} ms")
+        print_line(f"            a reconcile that finds nothing to do: {_time_s(sweeper.reconcile) * 1000:.0f} ms")
 
 
 def _sweep_until_filled(sweeper: Sweeper) -> None:
@@ -156,7 +152,7 @@ def reap(jobs: int = 1000) -> None:
             names = redis.zrange("bench:{zimg}:leases", 0, -1)
             redis.zadd("bench:{zimg}:leases", dict.fromkeys(names, 1))
         took_s = _time_s(lambda: _reap_all(dispatcher, jobs))
-        _print(f"reap        {jobs:,} leases that expired at once: all jobs queued again in {took_s:.2f} s")
+        print_line(f"reap        {jobs:,} leases that expired at once: all jobs queued again in {took_s:.2f} s")
 
 
 def _reap_all(dispatcher: Dispatcher, jobs: int) -> None:
@@ -169,7 +165,7 @@ def ledger(jobs: int = 1_000_000) -> None:
     with _database_of(jobs, queued_every=10) as database:
         assert job_ledger.read(database).balanced
         took = [_time_s(lambda: job_ledger.read(database)) * 1000 for _ in range(5)]
-        _print(f"ledger      {jobs:,} jobs: {statistics.median(took):.0f} ms")
+        print_line(f"ledger      {jobs:,} jobs: {statistics.median(took):.0f} ms")
 
 
 def kill() -> None:
@@ -189,7 +185,7 @@ def kill() -> None:
         eventually(lambda: " ready." in second.log, "another worker is ready", 60)
         first.stop(signal.SIGKILL)
         took_s = _time_s(lambda: eventually(lambda: _count_starts(store, job_id) == 2, "it runs again", 60, 0.01))
-        _print(f"kill        a worker, default settings: its job is started again after {took_s:.1f} s")
+        print_line(f"kill        a worker, default settings: its job is started again after {took_s:.1f} s")
         store.database.close()
 
 

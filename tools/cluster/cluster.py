@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import psycopg
 from redis import Redis
@@ -28,9 +27,6 @@ from slotkeeper.jobs import ledger
 from tools.cluster import postgres_server, process_clocks
 from tools.cluster.protocol_filters import BrokerMessages, LostCommits
 from tools.cluster.tcp_proxy import Proxy, ProxyPort
-from tools.drill.drill_model import STARTS
-from tools.drill.fault_schedule import Fault, Kind, targets
-from tools.drill.setting import DrillSetup
 
 GRACE_S = 7.0
 UNREAD = "maintenance"
@@ -39,19 +35,10 @@ _START_S = 60.0
 _STOP_S = 15.0
 _LOOK_S = 0.05
 _REDIS_S = 5
-# Jobs that random kills hit several times must not be taken for jobs that crash their servers.
-_COMMON_CONFIG: dict[str, object] = {"max_crashes": 100}
 _NOT_HELPERS = frozenset({"worker", "web", "beat", "flower"})
 _STORES = frozenset({"redis", "replica", "broker", "database"})
 
-
-_KIND_CONFIGS: Mapping[str, dict[str, object]] = {
-    "sync": {},
-    # Runs are shorter than the default of two seconds between polls.
-    "async": {"model_type": "async", "poll_interval": 0.2},
-    # Its health check counts runs and does not name their jobs, as with most servers.
-    "plain": {"description": {"mode": "sync", "health": {"job_ids": None}, "cancel": None}},
-}
+SQLITE, POSTGRESQL = "sqlite", "postgresql"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,62 +49,72 @@ class ServerSpec:
     model: str
     slots: int
     port: int
-    kind: Literal["sync", "async", "plain"]
-    """plain: it ignores idempotency keys (tools/drill/plain_server.py); the others are the reference server."""
+    command: str = ""
+    """Starts it."""
+    config: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """The configuration of its model."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """The processes of a cluster beside its inference servers, and what can be done to them."""
+
+    workers: int = 2
+    database: str = SQLITE
+    """SQLITE; POSTGRESQL: the cluster starts a server; or the URL of an empty PostgreSQL database."""
+    has_proxy: bool = False
+    """Processes reach their servers through a proxy, and the broker has a Valkey of its own."""
+    has_replica: bool = False
+    """The queues' Redis has a replica."""
+    has_clocks: bool = False
+    """Clocks of processes can be set."""
+    has_unread_log: bool = False
+    """The log of the process UNREAD is not read."""
+    receiver_port: int | None = None
+    """Where webhooks are received; the proxy leads there, too."""
+    seed: int = 0
+
     @property
-    def config(self) -> dict[str, object]:
-        """The configuration of its model."""
-        return _COMMON_CONFIG | _KIND_CONFIGS[self.kind]
+    def owns_postgres(self) -> bool:
+        return self.database == POSTGRESQL
 
-
-def server_plans(slots: int = 8) -> list[ServerSpec]:
-    """Return four servers of three models that have `slots` slots together; at least 4."""
-    quarter = slots // 4
-    return [
-        ServerSpec("sync-1", "sync", quarter, ports.free_port(), "sync"),
-        ServerSpec("sync-2", "sync", quarter, ports.free_port(), "sync"),
-        ServerSpec("async-1", "async", slots - 2 * quarter - 1, ports.free_port(), "async"),
-        ServerSpec("plain-1", "plain", 1, ports.free_port(), "plain"),
-    ]
-
-
-def operated(fault: Fault, servers: Sequence[ServerSpec]) -> ServerSpec:
-    """Return the server that an operator changes: one of the model that the fault targets.
-
-    The target is a model, so that two changes never overlap in it: resuming a model would end another pause of it.
-    """
-    return Random(repr(fault)).choice([server for server in servers if server.model == fault.target])
+    @property
+    def has_postgres(self) -> bool:
+        return self.database != SQLITE
 
 
 class Cluster:
     """A whole installation with its servers.  One thread at a time may use it.
 
-    Processes reach their servers by ports of `proxy` if the setting has a proxy.  The drill itself connects directly.
+    Processes reach their servers by ports of `proxy` if `spec` has one.  Who breaks the cluster connects directly.
     """
 
     def __init__(
-        self, home: Path, guardian: Guardian, proxy: Proxy, setting: DrillSetup, receiver_port: int | None = None
+        self,
+        home: Path,
+        guardian: Guardian,
+        proxy: Proxy,
+        spec: ClusterSpec = ClusterSpec(),
+        servers: Sequence[ServerSpec] = (),
     ) -> None:
         self.home, self.logs = home, home / "logs"
-        self.setting = setting
+        self.spec, self.servers = spec, servers
         self._guardian, self._proxy = guardian, proxy
-        self.workers = tuple(f"worker-{n}" for n in range(1, setting.workers + 1))
+        self.workers = tuple(f"worker-{n}" for n in range(1, spec.workers + 1))
         self._commands = read_procfile()
         self.helpers = tuple(name for name in self._commands if name not in _NOT_HELPERS)
-        self.servers = server_plans(setting.slots)
-        self._ports = {name: ports.free_port() for name in ("web", *self._valkeys(), "database")}
+        self._ports = {name: ports.free_port() for name in ("web", *self.valkeys(), "database")}
         self._ports |= {server.name: server.port for server in self.servers}
-        if receiver_port is not None:
-            self._ports["receivers"] = receiver_port
+        if spec.receiver_port is not None:
+            self._ports["receivers"] = spec.receiver_port
         self._redis_pair = ["redis", "replica"]  # names of the children: the queues' primary, then its replica
         self.url = f"http://127.0.0.1:{self._ports['web']}"
-        self.commits = LostCommits(Random(f"{setting.seed} commits"))
-        self.broker_messages = BrokerMessages(Random(f"{setting.seed} messages"))
+        self.commits = LostCommits(Random(f"{spec.seed} commits"))
+        self.broker_messages = BrokerMessages(Random(f"{spec.seed} messages"))
         self.proxy_ports: dict[str, ProxyPort] = {}
         self._children: dict[str, ManagedProcess] = {}
         self._down: set[str] = set()
@@ -130,20 +127,14 @@ class Cluster:
         self.clocked = (*self.workers, *self.helpers, "beat", "web")
         self._unread_pipe: int | None = None  # the pipe that takes the log of UNREAD
 
-    def journal(self, server: str) -> Path:
-        return self.home / f"{server}.journal"
-
-    def starts(self, server: str) -> Path:
-        return self.home / f"{server}.starts"
-
     # -- addresses and paths -------------------------------------------------------------------------------
 
     @property
     def database_url(self) -> str:
         """The URL of the database, without the proxy."""
-        if self.setting.owns_postgres:
+        if self.spec.owns_postgres:
             return postgres_server.url(self._ports["database"])
-        return self.setting.database if self.setting.has_postgres else f"sqlite:///{self.home / 'record.db'}"
+        return self.spec.database if self.spec.has_postgres else f"sqlite:///{self.home / 'record.db'}"
 
     @property
     def redis_url(self) -> str:
@@ -153,7 +144,7 @@ class Cluster:
     @property
     def broker_url(self) -> str:
         """The URL of the broker, without the proxy."""
-        return f"redis://127.0.0.1:{self._ports['broker' if self.setting.has_proxy else 'redis']}/0"
+        return f"redis://127.0.0.1:{self._ports['broker' if self.spec.has_proxy else 'redis']}/0"
 
     def endpoint(self, server: ServerSpec) -> str:
         port = self.proxy_ports[server.name].port if server.name in self.proxy_ports else server.port
@@ -163,27 +154,18 @@ class Cluster:
         """Return the `callback_url` of the job with this number."""
         return f"http://127.0.0.1:{self._port('receivers')}/{number}"
 
-    def targets(self) -> dict[Kind, Sequence[str]]:
-        """Return the possible targets of each kind of fault."""
-        valkeys = [name for name in self._valkeys() if name != "replica"]
-        proxied = [name for name in self._proxied_names() if name != "receivers"]
-        models = sorted({server.model for server in self.servers})
-        servers = [server.name for server in self.servers]
-        databases = ["database"] * self.setting.owns_postgres
-        return targets(self.workers, servers, models, self.helpers, valkeys, proxied, databases)
-
     def _port(self, name: str) -> int:
         return self.proxy_ports[name].port if name in self.proxy_ports else self._ports[name]
 
-    def _valkeys(self) -> list[str]:
-        setting = self.setting
-        return ["redis"] + ["replica"] * setting.has_replica + ["broker"] * setting.has_proxy
+    def valkeys(self) -> list[str]:
+        """Return the names of its Valkeys, the queues' first."""
+        return ["redis"] + ["replica"] * self.spec.has_replica + ["broker"] * self.spec.has_proxy
 
-    def _proxied_names(self) -> list[str]:
+    def proxied_names(self) -> list[str]:
         """Return the names of the servers that are reached through the proxy."""
-        if not self.setting.has_proxy:
+        if not self.spec.has_proxy:
             return []
-        database = ["database"] * self.setting.has_postgres
+        database = ["database"] * self.spec.has_postgres
         receivers = ["receivers"] * ("receivers" in self._ports)
         return ["redis", "broker", *database, *(server.name for server in self.servers), *receivers]
 
@@ -205,7 +187,7 @@ class Cluster:
 
     def start_stores(self) -> None:
         """Start Valkey and PostgreSQL, and open the proxy's ports.  Raises UpError."""
-        for folder in (self.logs, *(self.home / name for name in self._valkeys())):
+        for folder in (self.logs, *(self.home / name for name in self.valkeys())):
             folder.mkdir(parents=True, exist_ok=True)
         (self.home / "state").mkdir(mode=0o700)  # Private: the user that runs PostgreSQL can enter the folder above.
         self._open_proxy_ports()
@@ -213,9 +195,9 @@ class Cluster:
             self._create(role)
             self._launch(role.name)
         self._wait(
-            lambda: all(valkey_server.is_ready(self._ports[name]) for name in self._valkeys()), "Valkey did not answer"
+            lambda: all(valkey_server.is_ready(self._ports[name]) for name in self.valkeys()), "Valkey did not answer"
         )
-        if self.setting.has_replica:
+        if self.spec.has_replica:
             self._follow(self._redis_pair[1], self._redis_pair[0])
 
     def stop(self) -> list[str]:
@@ -375,7 +357,7 @@ class Cluster:
     # -- processes -----------------------------------------------------------------------------------------
 
     def _open_proxy_ports(self) -> None:
-        for name in self._proxied_names():
+        for name in self.proxied_names():
             proxy_port = self._proxy.open(name, self._address(name))
             if name == "broker":
                 proxy_port.filter_streams(self.broker_messages.make_filter)
@@ -384,8 +366,8 @@ class Cluster:
             self.proxy_ports[name] = proxy_port
 
     def _address(self, name: str) -> tuple[str, int]:
-        if name == "database" and not self.setting.owns_postgres:
-            url = make_url(self.setting.database)
+        if name == "database" and not self.spec.owns_postgres:
+            url = make_url(self.spec.database)
             return url.host or "127.0.0.1", url.port or 5432
         return "127.0.0.1", self._ports[name]
 
@@ -393,9 +375,9 @@ class Cluster:
         program = valkey_server.find_valkey()
         roles = [
             replace(valkey_server.valkey_role(program, self._ports[name], self.home / name, 1), name=name)
-            for name in self._valkeys()
+            for name in self.valkeys()
         ]
-        if self.setting.owns_postgres:
+        if self.spec.owns_postgres:
             self.home.chmod(0o711)  # The user that runs PostgreSQL must get to its folder.
             programs = postgres_server.prepare(self.home / "postgres")
             role = postgres_server.role(programs, self.home / "postgres", self._ports["database"], 1)
@@ -404,7 +386,7 @@ class Cluster:
 
     def _prepare_database(self) -> None:
         """Create the tables.  Raises UpError: the database cannot be reached, or has jobs."""
-        if self.setting.owns_postgres:
+        if self.spec.owns_postgres:
             self._wait(lambda: postgres_server.answers(self._ports["database"]), "PostgreSQL did not answer")
         migrate.upgrade(self.database_url)
         database = Database(self.database_url)
@@ -417,21 +399,13 @@ class Cluster:
     def _roles(self) -> list[Role]:
         roles = []
         for server in self.servers:
-            roles.append(Role(server.name, self._server_command(server)))
+            roles.append(Role(server.name, server.command))
         for worker in self.workers:
             roles.append(Role(worker, self._commands["worker"].replace("worker@", f"{worker}@")))
         return roles + [Role(name, self._commands[name]) for name in (*self.helpers, "beat", "web")]
 
-    def _server_command(self, server: ServerSpec) -> str:
-        journal, starts = self.journal(server.name), self.starts(server.name)
-        if server.kind == "plain":
-            return f'"{sys.executable}" -m tools.drill.plain_server {server.port} "{journal}" "{starts}"'
-        mode = "--async" if server.kind == "async" else ""
-        command = f'"{sys.executable}" -m slotkeeper.serve tools.drill.drill_model:work {mode} --grace 1'
-        return f'{command} --slots {server.slots} --port {server.port} --journal "{journal}"'
-
     def _create(self, role: Role) -> None:
-        if role.name == UNREAD and self.setting.has_unread_log:
+        if role.name == UNREAD and self.spec.has_unread_log:
             self._unread_pipe = _make_pipe(self._log_path(role.name))
         self._children[role.name] = ManagedProcess(
             role, self._environment(role.name), self.home, self._log_path(role.name)
@@ -450,7 +424,6 @@ class Cluster:
                 "SLOTKEEPER_GRACE_S": str(GRACE_S),
                 "SLOTKEEPER_LOG_LEVEL": "INFO",
                 "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32",
-                STARTS: str(self.starts(name)),
                 "PYTHONPATH": process_clocks.python_path(),
                 "PYTHONUNBUFFERED": "1",
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -463,16 +436,16 @@ class Cluster:
         if "database" not in self.proxy_ports:
             return self.database_url
         port = self.proxy_ports["database"].port
-        if self.setting.owns_postgres:
+        if self.spec.owns_postgres:
             return postgres_server.url(port)
         # No TLS, so that the proxy can read the protocol.
-        url = make_url(self.setting.database).set(host="127.0.0.1", port=port)
+        url = make_url(self.spec.database).set(host="127.0.0.1", port=port)
         return url.update_query_dict({"sslmode": "disable", "gssencmode": "disable"}).render_as_string(False)
 
     def _clock_environment(self, name: str) -> dict[str, str]:
         """Return the environment variables for a process whose clock can be set."""
         library = process_clocks.library()
-        if not self.setting.has_clocks or library is None or name not in self.clocked:
+        if not self.spec.has_clocks or library is None or name not in self.clocked:
             return {}
         self.set_clock(name, process_clocks.RIGHT)
         return process_clocks.environment(library, self._clock_path(name))

@@ -14,26 +14,8 @@ from app.terminal import console, echo
 from app.up.errors import Stopped
 from tools.drill.drill import DrillOptions
 from tools.drill.drill import drill as run
+from tools.drill.drill_setup import unavailable_reason
 from tools.drill.fault_schedule import Kind
-from tools.drill.setting import unavailable_reason
-
-
-class _Kinds(click.ParamType):
-    name = "kinds"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        if isinstance(value, tuple):
-            return value
-        names = [name.strip() for name in str(value).split(",") if name.strip()]
-        if names == ["none"]:
-            return ()
-        if "all" in names:
-            return tuple(Kind)
-        wrong = [name for name in names if name not in set(Kind)]
-        if wrong:
-            self.fail(f"{wrong[0]!r} is none of all, none, {', '.join(Kind)}", param, ctx)
-        return tuple(Kind(name) for name in names)
-
 
 _HELP = """Prove on this machine that no job gets lost, whatever is killed.
 
@@ -67,6 +49,23 @@ Kinds of faults; `all` selects every kind that the setting allows:
 Exit status 0: no job was lost, none ran twice at once, none was overtaken without a fault that explains it, none was
 stuck, none was charged for a failure that was not its own, and no answer and no webhook was wrong.
 """
+
+
+class _Kinds(click.ParamType):
+    name = "kinds"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        if isinstance(value, tuple):
+            return value
+        names = [name.strip() for name in str(value).split(",") if name.strip()]
+        if names == ["none"]:
+            return ()
+        if "all" in names:
+            return tuple(Kind)
+        wrong = [name for name in names if name not in set(Kind)]
+        if wrong:
+            self.fail(f"{wrong[0]!r} is none of all, none, {', '.join(Kind)}", param, ctx)
+        return tuple(Kind(name) for name in names)
 
 
 @click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -24,16 +24,14 @@ from tools.cluster.cluster import Cluster
 from tools.cluster.tcp_proxy import Proxy
 from tools.drill import conduct_checks, evidence, recovery_times
 from tools.drill.conduct_checks import ConductReport, Snapshot, StuckWatch
+from tools.drill.drill_setup import cluster_spec, journal_path, possible_targets, server_specs, starts_path
+from tools.drill.evidence import LeaseComparison
+from tools.drill.fault_injection import FaultInjector, InjectedFault, limits_in_force
 from tools.drill.fault_schedule import OUTSIDE, Fault, Kind, schedule
-from tools.drill.faults import FaultInjector, InjectedFault
 from tools.drill.history_checks import Disturbance, Evidence, Run, check, unexplained
-from tools.drill.jobs import PlannedJob, plan_deadline_bursts, plan_jobs
-from tools.drill.limits import limits_in_force
 from tools.drill.score_card import ScoreCard
-from tools.drill.setting import DrillSetup
-from tools.drill.truth import LeaseComparison
 from tools.drill.webhook_receiver import Receiver
-from tools.drill.workload import Clients
+from tools.drill.workload import Clients, PlannedJob, plan_deadline_bursts, plan_jobs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,10 +79,9 @@ def drill(options: DrillOptions, console: "Console") -> ScoreCard:
     home = Path(tempfile.mkdtemp(prefix="slotkeeper-drill-"))
     keep = True
     try:
-        setting = DrillSetup(options.workers, options.slots, options.database, options.kinds, options.seed)
         with _interruptible(), Guardian() as guardian, Proxy(options.seed) as proxy, Receiver() as receiver:
-            port = receiver.port if setting.has_receivers else None
-            cluster = Cluster(home, guardian, proxy, setting, port)
+            spec = cluster_spec(options.kinds, options.workers, options.database, options.seed, receiver.port)
+            cluster = Cluster(home, guardian, proxy, spec, server_specs(home, options.slots))
             cluster.refuse_deliveries = receiver.refuse
             card = _Drill(options, cluster, receiver, console).run()
         keep = options.keep or not card.passed
@@ -106,7 +103,7 @@ class _Drill:
         self._options, self._stack, self._receiver, self._console = options, stack, receiver, console
         self._slots = {server.name: server.slots for server in stack.servers}
         self._faults = schedule(
-            options.seed, options.kinds, stack.targets(), options.seconds, options.every_s, options.kills
+            options.seed, options.kinds, possible_targets(stack), options.seconds, options.every_s, options.kills
         )
         self._seconds = options.seconds if options.kills is None else self._faults[-1].at_s
         self._planned_jobs = self._plan_jobs()
@@ -117,7 +114,7 @@ class _Drill:
         self._stuck = StuckWatch()
 
     def _plan_jobs(self) -> list[PlannedJob]:
-        options, hooks = self._options, self._stack.setting.has_receivers
+        options, hooks = self._options, Kind.RECEIVERS in self._options.kinds
         models = [server.model for server in self._stack.servers for _ in range(server.slots)]
         plain = plan_jobs(
             options.seed, options.jobs, models, sum(self._slots.values()), self._seconds, options.burst, hooks=hooks
@@ -344,8 +341,8 @@ class _Drill:
             for server in self._stack.servers
             for run in evidence.server_runs(
                 server.name,
-                self._stack.journal(server.name),
-                self._stack.starts(server.name),
+                journal_path(self._stack.home, server.name),
+                starts_path(self._stack.home, server.name),
                 [
                     injection.at_ns
                     for injection in self._injector.injected
@@ -360,7 +357,7 @@ class _Drill:
         return [
             line
             for server in self._stack.servers
-            for line in evidence.crowded_starts(server.name, self._stack.starts(server.name), server.slots)
+            for line in evidence.crowded_starts(server.name, starts_path(self._stack.home, server.name), server.slots)
         ]
 
     def _clocks_were_wrong(self) -> bool:

@@ -1,13 +1,18 @@
-"""Read what a drill left behind: the servers' files, and the database."""
+"""Read what a drill leaves behind: the servers' files, the database, and the leases in Redis."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
+import requests
+from redis import Redis
+from redis.exceptions import RedisError
 from sqlalchemy import select
 
+from routing.config import RoutingSettings
 from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.notifications import make_message_id
@@ -16,6 +21,8 @@ from slotkeeper.jobs.tables import events as _events_table
 from slotkeeper.jobs.tables import jobs as _jobs_table
 from slotkeeper.jobs.tables import messages as _messages_table
 from slotkeeper.jobs.values import Event
+from slotkeeper.redis.keys import FLEET_KEYS, Keys
+from tools.cluster.cluster import ServerSpec
 from tools.drill.conduct_checks import PendingMessage
 from tools.drill.history_checks import Receipt, Recorded, Run
 
@@ -24,6 +31,9 @@ _OVERDUE_MS = 60_000
 # An attempt may last _LEAST_WAIT_MS; the wait after it starts at _FIRST_WAIT_MS and grows.
 _LEAST_WAIT_MS, _FIRST_WAIT_MS = 60_000, 5_500
 _STARTED = EVENT_TYPES[State.RUNNING]
+_SLOTS_KEY = FLEET_KEYS.index("slots")  # slot -> job
+_TIMEOUT_S = 2.0
+HeldSlots = set[tuple[str, str]]  # (server, job)
 
 
 def server_runs(server: str, journal: Path, starts: Path, killed_ns: Sequence[int], now_ns: int) -> list[Run]:
@@ -156,3 +166,45 @@ def active_jobs(database: Database) -> tuple[dict[str, str], dict[str, str]]:
     for row in rows:
         models[row.state][row.id] = row.model
     return models[State.QUEUED], models[State.RUNNING]
+
+
+class LeaseComparison:
+    """Reads the leases and the servers' reports, and remembers the last difference."""
+
+    def __init__(self, redis_url: str, servers: Sequence[ServerSpec]) -> None:
+        self._redis = Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
+        self._keys = Keys(RoutingSettings.model_fields["redis_prefix"].default)
+        self._servers = servers
+        self._before: HeldSlots | None = None
+
+    def leases(self) -> HeldSlots:
+        """Return the slots that have a lease.  Raises redis errors."""
+        leases: HeldSlots = set()
+        for fleet in {server.model for server in self._servers}:
+            held: dict[str, str] = self._redis.hgetall(self._keys.fleet_keys(fleet)[_SLOTS_KEY])  # type: ignore[assignment]
+            leases |= {(slot.rsplit("-slot", 1)[0], job) for slot, job in held.items()}
+        return leases
+
+    def running(self) -> HeldSlots:
+        """Return what the servers run.  Raises requests errors."""
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            reports = list(pool.map(_running_jobs, self._servers))
+        return {(server.name, job) for server, jobs in zip(self._servers, reports, strict=True) for job in jobs}
+
+    def lasting_difference(self) -> HeldSlots | None:
+        """Return what only one side had in both this and the last comparison; None: one of them failed.
+
+        A difference in one comparison alone can be a run that starts or ends at this moment.
+        """
+        try:
+            difference = self.leases() ^ self.running()
+        except (RedisError, requests.RequestException, ValueError, KeyError):
+            self._before = None
+            return None
+        before, self._before = self._before, difference
+        return None if before is None else difference & before
+
+
+def _running_jobs(server: ServerSpec) -> list[str]:
+    jobs: list[str] = requests.get(f"{server.url}/health", timeout=_TIMEOUT_S).json()["job_ids"]
+    return jobs

@@ -1,11 +1,13 @@
-"""Inject each kind of fault, and undo it.
+"""Inject the faults of a schedule, each at its time, undo them, and note when that happened.
 
 An act injects a fault and returns the function that undoes it.  To add one: write its function, and add it to ACTS.
 """
 
 import random
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import psycopg
 from celery import Celery
@@ -18,10 +20,11 @@ from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.policies import POLICIES
 from tools.cluster import process_clocks
-from tools.cluster.cluster import Cluster, ServerSpec, operated
+from tools.cluster.cluster import Cluster, ServerSpec
 from tools.cluster.protocol_filters import MessageFault
 from tools.cluster.tcp_proxy import Direction
 from tools.drill import evidence
+from tools.drill.conduct_checks import Limit
 from tools.drill.fault_schedule import BOTH, DEAD, REFUSING, Change, Fault, Kind
 
 Undo = Callable[[], object]
@@ -35,6 +38,24 @@ _SLOW_S = 3.0  # for each piece of a receiver's answer
 _REVOKED_AT_ONCE = 4
 _OPERATOR_S = 10.0
 _UNDO_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.2
+
+
+@dataclass(slots=True)
+class InjectedFault:
+    """A fault that was injected: when, on the monotonic clock (ns) and on the wall clock (ms)."""
+
+    fault: Fault
+    at_ns: int
+    at_ms: int
+    effect_ns: int = 0
+    """When the act had been done."""
+    undo_began_ns: int = 0
+    """When undoing it began; 0: it has not."""
+    undone_ns: int = 0
+    """When it had been undone; 0: it has not."""
+    killed: bool = False
+    """A process that should have ended by itself had to be killed."""
 
 
 class NotApplicable(Exception):
@@ -206,6 +227,14 @@ def _change_as_operator(stack: Cluster, fault: Fault) -> Undo:
     return lambda: _undo_with_retries(undo)
 
 
+def operated(fault: Fault, servers: Sequence[ServerSpec]) -> ServerSpec:
+    """Return the server that an operator changes: one of the model that the fault targets.
+
+    The target is a model, so that two changes never overlap in it: resuming a model would end another pause of it.
+    """
+    return random.Random(repr(fault)).choice([server for server in servers if server.model == fault.target])
+
+
 def _make_change(stack: Cluster, client: Client, server: ServerSpec, change: Change, rng: random.Random) -> Undo:
     """Make an operator's change, and return what undoes it.  Raises ClientError, UpError."""
     model, config = f"/admin/models/{server.model}", f"/admin/model-configs/{server.model}"
@@ -286,3 +315,92 @@ ACTS: Mapping[Kind, Act] = {
     Kind.OPERATOR: _change_as_operator,
     Kind.UNREAD: _inject_nothing,
 }
+
+
+class FaultInjector(threading.Thread):
+    """The thread that injects and undoes faults.
+
+    Only this thread may use the cluster while it runs.  It ends when every fault is undone, or early after `stop`.
+    on_injected: called after each fault.
+    """
+
+    def __init__(self, stack: Cluster, faults: Sequence[Fault], on_injected: Callable[[Fault], None]) -> None:
+        super().__init__(name="fault-injector", daemon=True)
+        self._stack, self._on_injected = stack, on_injected
+        acts = [(fault.at_s, 0, fault) for fault in faults]
+        acts += [(fault.at_s + fault.lasts_s, 1, fault) for fault in faults]
+        self._acts = sorted(acts, key=lambda act: act[:2])
+        self._stop_requested = threading.Event()
+        self._injected: dict[Fault, InjectedFault] = {}
+        self._undos: dict[Fault, Undo] = {}
+        self.error: Exception | None = None
+
+    @property
+    def injected(self) -> list[InjectedFault]:
+        """The injected faults, in the order of their times."""
+        return sorted(self._injected.values(), key=lambda fault: fault.at_ns)
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            for at_s, is_undo, fault in self._acts:
+                self._wait_until(began + at_s)
+                if self._stop_requested.is_set():
+                    return
+                (self._undo if is_undo else self._inject)(fault)
+        except Exception as error:  # The thread that joins this one reads it.
+            self.error = error
+
+    def _wait_until(self, at: float) -> None:
+        while not self._stop_requested.is_set() and (left := at - time.monotonic()) > 0:
+            self._stop_requested.wait(min(left, _LOOK_EVERY_S))
+            self._stack.restart_ended()
+
+    def _inject(self, fault: Fault) -> None:
+        self._injected[fault] = InjectedFault(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
+        try:
+            self._undos[fault] = ACTS[fault.kind](self._stack, fault)
+        except NotApplicable:
+            del self._injected[fault]
+            return
+        self._injected[fault].effect_ns = time.monotonic_ns()
+        self._on_injected(fault)
+
+    def _undo(self, fault: Fault) -> None:
+        if fault in self._undos:
+            injected = self._injected[fault]
+            injected.undo_began_ns = time.monotonic_ns()
+            injected.killed = self._undos.pop(fault)() is True
+            injected.undone_ns = time.monotonic_ns()
+
+
+def limits_in_force(injected: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
+    """Return the limits that runs must keep, and when they hold; a change of policy limits nothing."""
+    limits = []
+    for injection in injected:
+        if injection.fault.kind is Kind.OPERATOR and injection.undo_began_ns:
+            server = operated(injection.fault, servers)
+            most, limited = _limit(Change(injection.fault.how), server, servers)
+            if most is not None:
+                what = f"{injection.fault.how} of {server.name}"
+                limits.append(Limit(what, frozenset(limited), most, injection.effect_ns, injection.undo_began_ns))
+    return limits
+
+
+def _limit(change: Change, server: ServerSpec, servers: Sequence[ServerSpec]) -> tuple[int | None, list[str]]:
+    """Return how many runs may be active at once (None: any number), and on which servers."""
+    of_model = [other.name for other in servers if other.model == server.model]
+    match change:
+        case Change.SLOTS:
+            return max(server.slots // 2, 1), [server.name]
+        case Change.REMOVAL | Change.DRAIN:
+            return 0, [server.name]
+        case Change.PAUSE:
+            return 0, of_model
+        case Change.LIMIT:
+            return 1, of_model
+        case Change.POLICY:
+            return None, []

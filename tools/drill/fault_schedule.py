@@ -11,6 +11,10 @@ from enum import StrEnum
 from tools.cluster.protocol_filters import MessageFault
 from tools.cluster.tcp_proxy import Direction
 
+BOTH = "both"
+_DIRECTIONS = (BOTH, *map(str, Direction))
+DEAD, SLOW, REFUSING = "dead", "slow", "refusing"
+
 
 class Kind(StrEnum):
     """A kind of fault that a drill can inject."""
@@ -100,10 +104,6 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.OPERATOR: (2.0, 8.0),
     Kind.UNREAD: (0.0, 0.0),
 }
-
-BOTH = "both"
-_DIRECTIONS = (BOTH, *map(str, Direction))
-DEAD, SLOW, REFUSING = "dead", "slow", "refusing"
 
 
 class Change(StrEnum):

@@ -9,8 +9,8 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Event
 from tools.cluster.cluster import ServerSpec
+from tools.drill.fault_injection import InjectedFault
 from tools.drill.fault_schedule import Kind
-from tools.drill.faults import InjectedFault
 from tools.drill.history_checks import Receipt, Run
 
 _STARTED = EVENT_TYPES[State.RUNNING]

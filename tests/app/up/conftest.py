@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.up.guardian import Guardian
-from app.up.signals import Signals
-from app.up.supervisor import Supervisor
+from app.up.supervisor import Signals, Supervisor
 from tests.app.up.tiny_programs import Bench
 
 

@@ -247,7 +247,7 @@ def test_children_end_even_when_the_parent_is_killed(tmp_path: Path) -> None:
 import os, pathlib, time
 from app.up.managed_process import Role
 from app.up.guardian import Guardian
-from app.up.signals import Signals
+from app.up.supervisor import Signals
 from app.up.supervisor import Supervisor
 with Signals() as signals, Guardian() as guardian:
     folder = pathlib.Path({str(tmp_path)!r})

@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "a resumed run that was not sent goes to any server",
         "tasks.worker.executor:Executor._end_run",
-        never("worker_run.offer.is_resumption"),
+        never("worker_run.may_be_at_server"),
         kills=["test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again"],
         breaks="LEASE-1",
     ),

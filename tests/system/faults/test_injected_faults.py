@@ -21,14 +21,12 @@ from tools.cluster.cluster import Cluster, ServerSpec
 from tools.cluster.tcp_proxy import Proxy
 from tools.cluster.valkey_process import Valkey
 from tools.drill import fault_injection
-from tools.drill.fault_injection import ACTS, NotApplicable
+from tools.drill.drill_setup import cluster_spec
+from tools.drill.fault_injection import ACTS, FaultInjector, InjectedFault, NotApplicable, limits_in_force
 from tools.drill.fault_schedule import BOTH, DEAD, SLOW, Change, Fault, Kind
-from tools.drill.faults import FaultInjector, InjectedFault
-from tools.drill.limits import limits_in_force
-from tools.drill.setting import DrillSetup
 
 S = 1_000_000_000
-SERVER = ServerSpec("a", "zimg", 4, 9001, "sync")
+SERVER = ServerSpec("a", "zimg", 4, 9001)
 
 
 def fault(kind: Kind, target: str, how: str = "", lasts_s: float = 1.0) -> Fault:
@@ -106,7 +104,7 @@ def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
 def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
     """A stack with nothing but its Valkeys."""
     with Guardian() as guardian:
-        stack = Cluster(tmp_path, guardian, proxy, DrillSetup(kinds=(Kind.STALE,)))
+        stack = Cluster(tmp_path, guardian, proxy, cluster_spec((Kind.STALE,)))
         try:
             stack.start_stores()
             yield stack
@@ -218,7 +216,7 @@ def httpserver() -> Iterator[HTTPServer]:
 @pytest.fixture
 def stack(httpserver: HTTPServer, tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
     with Guardian() as guardian:
-        stack = Cluster(tmp_path, guardian, proxy, DrillSetup())
+        stack = Cluster(tmp_path, guardian, proxy)
         stack.url, stack.servers = httpserver.url_for("").rstrip("/"), [SERVER]
         yield stack
 

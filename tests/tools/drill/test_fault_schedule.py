@@ -11,9 +11,9 @@ from tools.cluster.cluster import Cluster
 from tools.cluster.tcp_proxy import Proxy
 from tools.drill import __main__ as command_line
 from tools.drill.drill import DrillOptions
+from tools.drill.drill_setup import cluster_spec, server_specs, unavailable_reason
 from tools.drill.fault_schedule import Change, Kind, schedule, targets
-from tools.drill.jobs import plan_deadline_bursts, plan_jobs
-from tools.drill.setting import DrillSetup, unavailable_reason
+from tools.drill.workload import plan_deadline_bursts, plan_jobs
 
 AMONG = targets(
     ["worker-1", "worker-2"],
@@ -103,15 +103,15 @@ def test_faults_of_clocks_are_left_out_with_a_reason_without_libfaketime(monkeyp
 
 
 def test_a_drill_has_a_proxy_only_if_a_fault_needs_one() -> None:
-    assert not DrillSetup(kinds=(Kind.WORKER, Kind.CLOCK)).has_proxy
-    assert DrillSetup(kinds=(Kind.WORKER, Kind.SILENCE)).has_proxy
+    assert not cluster_spec((Kind.WORKER, Kind.CLOCK)).has_proxy
+    assert cluster_spec((Kind.WORKER, Kind.SILENCE)).has_proxy
 
 
 def test_a_drill_has_the_requested_workers_and_slots(tmp_path: Path) -> None:
     from app.up.guardian import Guardian
 
     with Guardian() as guardian, Proxy() as proxy:
-        stack = Cluster(tmp_path, guardian, proxy, DrillSetup(workers=4, slots=18))
+        stack = Cluster(tmp_path, guardian, proxy, cluster_spec((), workers=4), server_specs(tmp_path, 18))
     assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
     assert [server.slots for server in stack.servers] == [4, 4, 9, 1]
 

@@ -1,12 +1,12 @@
 from slotkeeper.jobs.values import Event
 from tools.cluster.cluster import ServerSpec
+from tools.drill.fault_injection import InjectedFault
 from tools.drill.fault_schedule import Fault, Kind
-from tools.drill.faults import InjectedFault
 from tools.drill.history_checks import Receipt, Run
 from tools.drill.recovery_times import assigned_slots, rerun_after, slot_recovery, summary
 
 S = 1_000_000_000
-SERVERS = [ServerSpec("a", "zimg", 1, 0, False), ServerSpec("b", "zimg", 1, 0, False)]
+SERVERS = [ServerSpec("a", "zimg", 1, 0), ServerSpec("b", "zimg", 1, 0)]
 
 
 def injected(kind: Kind, at_s: int, target: str = "worker-1") -> InjectedFault:
@@ -46,7 +46,7 @@ def test_a_slot_for_which_no_job_waited_does_not_count() -> None:
 
 def test_the_slot_of_a_run_is_the_one_in_the_database() -> None:
     """The server reports its slot 0 for both runs."""
-    servers = [ServerSpec("a", "zimg", 2, 0, False)]
+    servers = [ServerSpec("a", "zimg", 2, 0)]
     runs = [run("1", "a", 1, 2), run("2", "a", 3, 4), run("3", "a", 5, 6), run("4", "a", 7, 8)]
     events = {
         name: [Event(1, name, "job.started", 0, 1, {"slot": f"a-slot{slot}"})]

@@ -9,8 +9,7 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 from tools.drill import workload
-from tools.drill.jobs import PlannedJob
-from tools.drill.workload import Clients
+from tools.drill.workload import Clients, PlannedJob
 
 PLANNED = PlannedJob(0, 0.0, "zimg", 5, {"number": 0, "seconds": 0.1})
 NOT_STORED = {"title": "The database cannot be reached", "detail": "Nothing was stored, try again."}

@@ -1,45 +1,23 @@
-"""Measure CPU per database write, in µs: python -m tools.benchmarks.record [memory] [file] [postgresql] [JOBS].
+"""Measure CPU per database write, in µs: python -m tools.benchmarks.write_costs [memory] [sqlite] [postgresql] [JOBS].
 
 One thread writes one job after the other, so group commit merges nothing.  The figures do not include the CPU of
 PostgreSQL's processes; the last column includes the wait for them.
 """
 
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import closing
 
-from migrations import migrate
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import NewJob, Run, new_job_id
+from tools.benchmarks.measuring import empty_database, print_line
 from tools.cluster.direct_starts import store_start
-from tools.cluster.postgres_process import running_postgres
 
 _PAYLOAD = '{"prompt":"a sunset","seconds":0.1}'
 _ROUNDS = 5
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-@contextmanager
-def _empty_store(backend: str) -> Iterator[JobStore]:
-    with ExitStack() as stack:
-        if backend == "postgresql":
-            url = stack.enter_context(running_postgres()).create()
-        else:
-            folder = Path("/dev/shm") if backend == "memory" else None
-            url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory(dir=folder))}/record.db"
-        migrate.upgrade(url)
-        database = Database(url)
-        stack.callback(database.close)
-        yield JobStore(database)
 
 
 def _measure(name: str, operation: Callable[[int], object], times: int) -> None:
@@ -51,12 +29,13 @@ def _measure(name: str, operation: Callable[[int], object], times: int) -> None:
             operation(n)
         cpu.append(time.thread_time() - began)
         wall.append(time.perf_counter() - began_wall)
-    _print(f"  {name:28} {min(cpu) / times * 1e6:6.0f} µs of CPU {min(wall) / times * 1e6:6.0f} µs in all")
+    print_line(f"  {name:28} {min(cpu) / times * 1e6:6.0f} µs of CPU {min(wall) / times * 1e6:6.0f} µs in all")
 
 
 def _run_benchmark(backend: str, times: int) -> None:
-    _print(backend)
-    with _empty_store(backend) as store:
+    print_line(backend)
+    with empty_database(backend) as url, closing(Database(url)) as database:
+        store = JobStore(database)
         ids = [new_job_id() for _ in range(times * _ROUNDS)]
         runs: list[Run] = []
 
@@ -78,7 +57,7 @@ def _run_benchmark(backend: str, times: int) -> None:
 
 def main(arguments: list[str]) -> None:
     times = int(next((argument for argument in arguments if argument.isdigit()), "500"))
-    for backend in [argument for argument in arguments if not argument.isdigit()] or ["memory", "file", "postgresql"]:
+    for backend in [argument for argument in arguments if not argument.isdigit()] or ["memory", "sqlite", "postgresql"]:
         _run_benchmark(backend, times)
 
 

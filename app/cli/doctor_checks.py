@@ -1,187 +1,82 @@
-"""The checks of `slotkeeper doctor`: one for each part, all at the same time, each with a time limit.
+"""The checks of `slotkeeper doctor`: one for each part.
 
-A check yields findings.  An exception and a timeout become findings too, so that doctor works when everything is down.
+To add one, write its function, and add it to CHECKS; the help of `doctor` and docs/how-to name it.
 """
 
+import asyncio
+import encodings.idna  # noqa: F401  # imported by the first lookup of a host name
 import os
 import shutil
 import socket
 import stat
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from importlib import import_module
-from queue import Empty, Queue
 from typing import Any
 
-from app.cli.findings import Finding
-from app.cli.settings_checks import has_invalid_setting, settings
+from redis.exceptions import RedisError
 
-TIME_LIMIT_S = 10.0
+from app.cli.findings import Check, Finding
+from app.cli.settings_checks import settings
+from app.config import AppSettings, local_address
+from migrations import migrate
+from routing.config import RoutingSettings
+from routing.maintenance import task_runs
+from routing.queries.server_status import read_servers_of_fleets
+from routing.queue.slots import Slots
+from slotkeeper.clock import MAX_SKEW_MS, clock
+from slotkeeper.config import StorageSettings
+from slotkeeper.db.driver_errors import explain_refusal
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs import quarantine
+from slotkeeper.redis.connections import explain_no_persistence, explain_refused_writes, explain_unsuitable
+from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.values import Server
+from slotkeeper.state_folder import is_private_folder
+from tasks import services
+from tasks.celery_app import celery
+from tasks.config import TaskSettings
+from tasks.extensions.transport import count_unacknowledged
+from tasks.liveness import processes_with_other_secret, worker_problem
+from tasks.periods import PERIODS_S
+from tasks.security.keyring import fingerprints
+from tasks.server_adapters import health_adapter
+from tasks.servers import Health, HealthKind, HttpClient, ServerAdapter, ServerSession
+from tasks.servers.session import run_with_http_client
+
 _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
-_SKEW_MS = 2_000
 _RECENT_STEP_MS = 24 * 3600 * 1000
 _OLDEST_REDIS = (7, 0)
-_SERVERS_WITHIN_S, _MOST_SERVERS = 6.0, 10
+_SERVERS_LIMIT_S = 6.0
 _TRIES = 3
 
 
-Check = Callable[[], Iterator[Finding]]
-
-# The modules that the checks import, and those that Celery and SQLAlchemy import on first use.
-_MODULES = (
-    "encodings.idna",  # imported by the first lookup of a host name
-    "app.config",
-    "celeryconfig",
-    "slotkeeper.config",
-    "routing.queries.process_list",
-    "routing.queries.server_status",
-    "slotkeeper.jobs.tables",
-    "app.up.roles",
-    "migrations.migrate",
-    "slotkeeper.redis.connections",
-    "tasks.extensions.transport",
-    "tasks.celery_app",
-    "tasks.config",
-    "tasks.server_adapters",
-    "tasks.security.keyring",
-    "tasks.liveness",
-    "tasks.services",
-    "routing.maintenance.quarantined_slots",
-    "routing.maintenance.task_runs",
-)
-
-
-def load() -> None:
-    """Import what the checks use, in one thread: first imports in several threads at once fail at random."""
-    for name in _MODULES:
+def prepare() -> None:
+    """Have Celery and SQLAlchemy import what they import on first use, which fails at random in several threads."""
+    uses: list[Callable[[], object]] = [
+        lambda: celery.connection_for_write().release(),
+        services.catalog,
+        services.processes,
+        services.scripts,
+    ]
+    for use in uses:
         with suppress(Exception):  # The check that uses it reports it.
-            import_module(name)
-    with suppress(Exception):
-        from tasks.celery_app import celery
-
-        celery.connection_for_write().release()
-    with suppress(Exception):
-        from tasks.services import catalog, processes, scripts
-
-        _ = catalog(), processes(), scripts()
-
-
-def run_checks(checks: dict[str, Check], time_limit_s: float = TIME_LIMIT_S) -> Iterator[Finding]:
-    """Run all checks at once and yield their findings as they arrive.
-
-    A check that takes longer than `time_limit_s` seconds yields a finding of level "fail".  If a setting is wrong, only
-    the settings are checked, because every other check reads them.
-    """
-    if has_invalid_setting():
-        yield from _run_check("settings", settings)
-        yield Finding("others", "fail", "The other parts were not checked, because their settings cannot be read.")
-        return
-    load()
-    yield from _run_in_parallel(checks, time_limit_s)
-
-
-def _run_in_parallel(checks: dict[str, Check], time_limit_s: float) -> Iterator[Finding]:
-    results: Queue[tuple[str, list[Finding]]] = Queue()
-    for part, check in checks.items():
-        threading.Thread(
-            target=lambda part=part, check=check: results.put((part, _run_check(part, check))), daemon=True
-        ).start()
-    unfinished, until_s = list(checks), time.monotonic() + time_limit_s
-    while unfinished:
-        try:
-            part, findings = results.get(timeout=max(until_s - time.monotonic(), 0.001))
-        except Empty:
-            break
-        unfinished.remove(part)
-        yield from findings
-    for part in unfinished:
-        message = f"The check got no answer within {time_limit_s:g} s."
-        yield Finding(part, "fail", message, "Check that it runs and that this host can reach it, then try again.")
-
-
-def _run_check(part: str, check: Check) -> list[Finding]:
-    """Run one check and return its findings.  An exception becomes a finding."""
-    findings: list[Finding] = []
-    try:
-        findings.extend(check())
-    except Exception as error:
-        findings.append(_finding_of(part, error))
-    return findings
-
-
-def _finding_of(part: str, error: Exception) -> Finding:
-    """Return the finding of a check that raised an exception.
-
-    If another part caused the error, the finding is a warning, because the check of that part reports the fault.
-    """
-    from redis.exceptions import ConnectionError as RedisConnectionError
-    from redis.exceptions import RedisError
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from routing.config import RoutingSettings
-    from slotkeeper.errors import DatabaseUnavailable, SlotkeeperError
-    from tasks.config import TaskSettings
-
-    if isinstance(error, DatabaseUnavailable | SQLAlchemyError) and part != "database":
-        return Finding(part, "warn", "Not checked: that needs the database, which cannot be used.")
-    if isinstance(error, RedisError) and part not in ("redis", "broker"):
-        return Finding(part, "warn", "Not checked: that needs Redis, which does not answer.")
-    is_embedded = part in ("redis", "broker") and not RoutingSettings().redis_url
-    if part == "broker" and is_embedded and not TaskSettings().broker_url:
-        return Finding(part, "warn", "Not checked: the broker is the same Redis.")
-    text = error.detail if isinstance(error, SlotkeeperError) else f"{type(error).__name__}: {error}"
-    message = " ".join(text.split())[:300]
-    if isinstance(error, RedisConnectionError) and is_embedded:
-        remedy = "Slotkeeper does not run here: start it with `slotkeeper up`, or set SLOTKEEPER_REDIS_URL."
-    elif "SLOTKEEPER_" in message:  # The message says what to do.
-        remedy = ""
-    else:
-        remedy = "Check that it runs and that the settings have its address."
-    return Finding(part, "fail", message, remedy)
-
-
-def all_checks() -> dict[str, Check]:
-    """Return every check by the name of its part."""
-    return {
-        "settings": settings,
-        "database": database,
-        "folder": folder,
-        "disk": disk,
-        "clocks": clocks,
-        "redis": redis,
-        "broker": broker,
-        "servers": servers,
-        "workers": workers,
-        "maintenance": maintenance,
-        "logs": logs,
-        "secret": secret,
-        "port": port,
-    }
-
-
-# -- the checks ------------------------------------------------------------------------------------------------
+            use()
 
 
 def database() -> Iterator[Finding]:
     """Check that the database answers, has this release's schema, and commits a write fast enough."""
-    from migrations.migrate import check
-    from slotkeeper.db.driver_errors import explain_refusal
-    from slotkeeper.errors import DatabaseUnavailable
-    from tasks.services import database as open_database
-
-    job_store = open_database()
-    if (problem := check(job_store.url)) is not None:
+    job_database = services.database()
+    if (problem := migrate.check(job_database.url)) is not None:
         yield Finding("database", "fail", problem)  # The message says what to do.
         return
 
     try:
-        took_s = _measure_fastest_s(lambda: job_store.check_writable(durable=True))
+        took_s = _measure_fastest_s(lambda: job_database.check_writable(durable=True))
     except DatabaseUnavailable as error:
         if (refusal := explain_refusal(error)) is None:
             raise
@@ -209,11 +104,6 @@ def _measure_fastest_s(action: Callable[[], object]) -> float:
 
 def folder() -> Iterator[Finding]:
     """Check that the state folder exists, is private, and can be written to."""
-    from routing.config import RoutingSettings
-    from slotkeeper.config import StorageSettings
-    from slotkeeper.state_folder import is_private_folder
-    from tasks.config import TaskSettings
-
     storage = StorageSettings()
     home = storage.home.absolute()
     if storage.database_url and RoutingSettings().redis_url and TaskSettings().secret:
@@ -233,8 +123,6 @@ def folder() -> Iterator[Finding]:
 
 def disk() -> Iterator[Finding]:
     """Check that the disk with the state folder has free space."""
-    from slotkeeper.config import StorageSettings
-
     home = StorageSettings().home.absolute()
     folder = next(path for path in (home, *home.parents) if path.exists())
     usage = shutil.disk_usage(folder)
@@ -249,10 +137,7 @@ def disk() -> Iterator[Finding]:
 
 def clocks() -> Iterator[Finding]:
     """Check that this host has the database's time, and that the time was not set lately."""
-    from slotkeeper.clock import MAX_SKEW_MS, clock
-    from tasks.services import catalog
-
-    catalog().get_version()  # The request measures the offset of the clock.
+    services.catalog().get_version()  # The request measures the offset of the clock.
     problems = 0
     if abs(clock.skew_ms) > MAX_SKEW_MS:
         problems += 1
@@ -272,11 +157,8 @@ def clocks() -> Iterator[Finding]:
 
 def redis() -> Iterator[Finding]:
     """Check that Redis answers, is new enough, keeps its keys, and has the same time as this host."""
-    from slotkeeper.redis.connections import explain_no_persistence, explain_refused_writes, explain_unsuitable
-    from tasks.services import scripts
-
-    client, problems = scripts().redis, 0
-    if (advice := explain_refused_writes(client, scripts().keys.write_check())) is not None:
+    client, problems = services.scripts().redis, 0
+    if (advice := explain_refused_writes(client, services.scripts().keys.write_check())) is not None:
         message, _, remedy = advice.partition(": ")
         yield Finding("redis", "fail", f"{message}.", f"{remedy[:1].upper()}{remedy[1:]}")
         return
@@ -292,7 +174,7 @@ def redis() -> Iterator[Finding]:
             yield Finding("redis", level, f"{message}.", f"{remedy[:1].upper()}{remedy[1:]}")
     seconds, micros = client.time()
     offset_ms = abs(seconds * 1000 + micros / 1000 - time.time() * 1000)
-    if offset_ms > _SKEW_MS:
+    if offset_ms > MAX_SKEW_MS:
         problems += 1
         message = f"The clocks of Redis and of this host differ by {offset_ms / 1000:.1f} s."
         yield Finding(
@@ -305,9 +187,6 @@ def redis() -> Iterator[Finding]:
 
 def broker() -> Iterator[Finding]:
     """Check that the broker answers, and that no worker has died while it held messages."""
-    from tasks.celery_app import celery
-    from tasks.extensions.transport import count_unacknowledged
-
     began_s = time.monotonic()
     with celery.connection_for_write(connect_timeout=3) as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
@@ -324,10 +203,7 @@ def broker() -> Iterator[Finding]:
 
 def workers() -> Iterator[Finding]:
     """Check that workers are alive, run canaries, and that all processes have the same release."""
-    from tasks.liveness import worker_problem
-    from tasks.services import processes
-
-    alive = [process for process in processes().read_all() if process.is_alive]
+    alive = [process for process in services.processes().read_all() if process.is_alive]
     alive_workers = [process for process in alive if process.role == "worker"]
     problems = [problem for worker in alive_workers if (problem := worker_problem(worker)) is not None]
     versions = sorted({str(process.facts.get("version")) for process in alive})
@@ -348,9 +224,7 @@ def workers() -> Iterator[Finding]:
 
 def servers() -> Iterator[Finding]:
     """Check that each registered server answers its health check, and that jobs can use its slots."""
-    from tasks.services import catalog
-
-    snapshot = catalog().read()
+    snapshot = services.catalog().read()
     if not snapshot.servers:
         remedy = "Register one: `slotkeeper servers register MODEL NAME URL --slots 1`."
         yield Finding(
@@ -358,11 +232,7 @@ def servers() -> Iterator[Finding]:
         )
         return
     online = [server for server in snapshot.servers.values() if server.state == "online"]
-    checks = {server.name: _server_check(server, snapshot) for server in online}
-    problems = [
-        replace(finding, part="servers", message=f"{finding.part}: {finding.message}")
-        for finding in _run_in_parallel(checks, _SERVERS_WITHIN_S)
-    ]
+    problems = list(_find_server_problems(online, snapshot))
     problems += _find_unusable_slots(snapshot)
     yield from problems
     stopped = len(snapshot.servers) - len(online)
@@ -372,45 +242,52 @@ def servers() -> Iterator[Finding]:
         yield Finding("servers", "ok", f"Answering: {len(online)}, with {slots} slots{others}.")
 
 
-def _server_check(server: Any, snapshot: Any) -> Check:
-    """Return the check of one server, which yields only problems."""
-
-    def check() -> Iterator[Finding]:
-        from tasks.server_adapters import health_adapter
-        from tasks.servers import HealthKind, ServerSession, call_server
-
-        adapter = health_adapter(snapshot, server)
-        if adapter is None:
-            if server.endpoints:
-                message = "Its description is invalid, so it gets no job."
-                yield Finding(server.name, "fail", message, f"See `slotkeeper servers check {server.name}`.")
-            return
-        health = call_server(adapter, ServerSession.health)
-        remedy = f"It is registered at {adapter.endpoint}: check that it runs and that this host can reach it."
-        if health.kind is HealthKind.DOWN and health.answered:
-            message = f"Its health check says that it cannot run jobs ({health.message})."
-            yield Finding(server.name, "fail", message, "Read its log; restart it after you have removed the cause.")
-        elif health.is_silent:
-            message = "It does not answer its health check in time; it gets jobs only if no other server can run them."
-            yield Finding(server.name, "warn", message, "If it is not busy with a job, restart it.")
-        elif health.kind is HealthKind.DOWN:
-            yield Finding(server.name, "fail", f"It does not answer its health check ({health.message}).", remedy)
-        elif health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
-            yield Finding(server.name, "warn", f"Its health check has an unknown form ({health.message}).", remedy)
-
-    return check
+def _find_server_problems(online: Iterable[Server], snapshot: CatalogSnapshot) -> Iterator[Finding]:
+    """Ask all servers for their health at once, and yield a finding for each problem."""
+    adapters = {server.name: health_adapter(snapshot, server) for server in online if server.endpoints}
+    usable = {name: adapter for name, adapter in adapters.items() if adapter is not None}
+    for name in adapters.keys() - usable.keys():
+        message = f"{name}: Its description is invalid, so it gets no job."
+        yield Finding("servers", "fail", message, f"See `slotkeeper servers check {name}`.")
+    for name, health in run_with_http_client(lambda http: _read_health(usable, http)).items():
+        finding = _server_finding(usable[name].endpoint, health)
+        if finding is not None:
+            yield replace(finding, message=f"{name}: {finding.message}")
 
 
-def _find_unusable_slots(snapshot: Any) -> Iterator[Finding]:
+async def _read_health(adapters: Mapping[str, ServerAdapter], http: HttpClient) -> dict[str, Health | None]:
+    """Return the health of each server; None: it has not answered in time."""
+    tasks = {name: asyncio.create_task(ServerSession(adapter, http).health()) for name, adapter in adapters.items()}
+    if tasks:
+        await asyncio.wait(tasks.values(), timeout=_SERVERS_LIMIT_S)
+    found = {name: task.result() if task.done() else None for name, task in tasks.items()}
+    for task in tasks.values():
+        task.cancel()
+    return found
+
+
+def _server_finding(endpoint: str, health: Health | None) -> Finding | None:
+    """Return what is wrong with a server by its health; None: nothing."""
+    remedy = f"It is registered at {endpoint}: check that it runs and that this host can reach it."
+    if health is None:
+        return Finding("servers", "fail", f"It did not answer within {_SERVERS_LIMIT_S:g} s.", remedy)
+    if health.kind is HealthKind.DOWN and health.answered:
+        message = f"Its health check says that it cannot run jobs ({health.message})."
+        return Finding("servers", "fail", message, "Read its log; restart it after you have removed the cause.")
+    if health.is_silent:
+        message = "It does not answer its health check in time; it gets jobs only if no other server can run them."
+        return Finding("servers", "warn", message, "If it is not busy with a job, restart it.")
+    if health.kind is HealthKind.DOWN:
+        return Finding("servers", "fail", f"It does not answer its health check ({health.message}).", remedy)
+    if health.kind in (HealthKind.FOREIGN, HealthKind.GARBAGE):
+        return Finding("servers", "warn", f"Its health check has an unknown form ({health.message}).", remedy)
+    return None
+
+
+def _find_unusable_slots(snapshot: CatalogSnapshot) -> Iterator[Finding]:
     """Yield a finding for each server with slots that no job can use, with the reason."""
-    from routing.config import RoutingSettings
-    from routing.queries.server_status import read_servers_of_fleets
-    from routing.queue.slots import Slots
-    from slotkeeper.jobs import quarantine
-    from tasks.services import database, scripts
-
-    quarantined = Counter(row.server for row in quarantine.list_all(database()))
-    fleets = read_servers_of_fleets(Slots(scripts(), RoutingSettings()), sorted(snapshot.fleets()))
+    quarantined = Counter(row.server for row in quarantine.list_all(services.database()))
+    fleets = read_servers_of_fleets(Slots(services.scripts(), RoutingSettings()), sorted(snapshot.fleets()))
     statuses = {name: status for fleet in fleets.values() for name, status in fleet.items()}
     for server in snapshot.servers.values():
         remedy = f"See `slotkeeper servers check {server.name}`."
@@ -428,16 +305,12 @@ def _find_unusable_slots(snapshot: Any) -> Iterator[Finding]:
 
 def maintenance() -> Iterator[Finding]:
     """Check that maintenance runs and that each of its tasks has ended recently."""
-    from routing.maintenance import task_runs
-    from tasks.periods import PERIODS_S
-    from tasks.services import scripts
-
     remedy = "Check that beat and a worker of the queue `maintenance` run, and read their logs."
-    if task_runs.has_sweep_stopped(scripts()):
+    if task_runs.has_sweep_stopped(services.scripts()):
         message = f"The task sweep has not run for {task_runs.SWEEP_MARK_TTL_S} s: deadlines and retries are late."
         yield Finding("maintenance", "fail", message, remedy)
         return
-    runs = task_runs.read_task_runs(scripts())
+    runs = task_runs.read_task_runs(services.scripts())
     if late := task_runs.find_late_tasks(runs, PERIODS_S):
         listed = ", ".join(f"{name} ({age_s:.0f} s ago)" for name, age_s in sorted(late.items()))
         yield Finding("maintenance", "warn", f"The last run of these tasks ended too long ago: {listed}.", remedy)
@@ -447,9 +320,7 @@ def maintenance() -> Iterator[Finding]:
 
 def logs() -> Iterator[Finding]:
     """Check that no process has dropped log lines because its standard error is read too slowly."""
-    from tasks.services import processes
-
-    alive = [process for process in processes().read_all() if process.is_alive]
+    alive = [process for process in services.processes().read_all() if process.is_alive]
     dropped = {process.name: process.facts.get("log_lines_dropped", 0) for process in alive}
     if behind := {name: lines for name, lines in dropped.items() if lines}:
         listed = ", ".join(f"{name} ({lines} lines)" for name, lines in sorted(behind.items()))
@@ -461,9 +332,6 @@ def logs() -> Iterator[Finding]:
 
 def secret() -> Iterator[Finding]:
     """Check that the secret exists, only its owner can read it, and all processes have the same one."""
-    from slotkeeper.config import StorageSettings
-    from tasks.config import TaskSettings
-
     if TaskSettings().secret:
         yield from _compare_secrets("SLOTKEEPER_SECRET sets it")
         return
@@ -486,15 +354,9 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
 
     source: the message if they have, without its full stop.
     """
-    from redis.exceptions import RedisError
-
-    from tasks.liveness import processes_with_other_secret
-    from tasks.security.keyring import fingerprints
-    from tasks.services import processes, scripts
-
     try:
-        stored: Any = scripts().redis.get(scripts().keys.secret())
-        others = processes_with_other_secret(processes().read_all())
+        stored: Any = services.scripts().redis.get(services.scripts().keys.secret())
+        others = processes_with_other_secret(services.processes().read_all())
     except RedisError:
         yield Finding("secret", "ok", f"{source}.  Redis does not answer, so other hosts could not be compared.")
         return
@@ -510,21 +372,34 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
 
 def port() -> Iterator[Finding]:
     """Check that a process listens at the API's address, unless the API runs on other hosts."""
-    from redis.exceptions import RedisError
-
-    from app.config import AppSettings
-    from tasks.services import processes
-
     api, hosts = AppSettings(), set[str]()
     with suppress(RedisError):
-        hosts = {process.host for process in processes().read_all() if process.role == "web"}
+        hosts = {process.host for process in services.processes().read_all() if process.role == "web"}
     if hosts and socket.gethostname() not in hosts:
         yield Finding("port", "ok", f"The API runs on {', '.join(sorted(hosts))}.")
         return
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(api.host, api.host)
+    host = local_address(api.host)
     try:
         with socket.create_connection((host, api.port), 2):
             yield Finding("port", "ok", f"A process listens on the API's port {api.port}.")
     except OSError:
         message = f"No process listens on {host}:{api.port}, the API's port."
         yield Finding("port", "warn", message, "Start `python -m app.server`, or set SLOTKEEPER_PORT to its port.")
+
+
+CHECKS: Mapping[str, Check] = {
+    "settings": settings,
+    "database": database,
+    "folder": folder,
+    "disk": disk,
+    "clocks": clocks,
+    "redis": redis,
+    "broker": broker,
+    "servers": servers,
+    "workers": workers,
+    "maintenance": maintenance,
+    "logs": logs,
+    "secret": secret,
+    "port": port,
+}
+"""Each check by the name of its part."""

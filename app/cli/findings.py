@@ -1,6 +1,6 @@
 """What the checks of `slotkeeper doctor` find."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -12,6 +12,9 @@ class Finding:
     level: str
     message: str
     remedy: str = ""
+
+
+Check = Callable[[], Iterator[Finding]]
 
 
 def worst_level(findings: Sequence[Finding]) -> str:

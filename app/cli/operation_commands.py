@@ -2,12 +2,13 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from app.cli.findings import Finding
+from app.cli.findings import Finding, worst_level
 from app.cli.output import age, api_client, display, json_option, limit_option, print_json, print_table
 from app.terminal import console, echo, escape_line
 from slotkeeper.client_errors import ApiError, ApiUnreachable
@@ -50,8 +51,6 @@ def ledger(as_json: bool) -> None:
 )
 def watch(every: float) -> None:
     """Show queues, slots and newest jobs live, until Ctrl-C."""
-    import time
-
     from rich.live import Live
 
     api = api_client()
@@ -75,8 +74,6 @@ def _render_view(api: Any) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
-
-    from app.cli.output import age
 
     def new_table(title: str, *names: str) -> Table:
         table = Table(*names, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -103,18 +100,17 @@ def _render_view(api: Any) -> Any:
 def doctor(as_json: bool) -> None:
     """Check every part of this installation.
 
-    Checks settings, database, state folder, disk, Redis, broker, inference servers, workers, maintenance, logs, secret
-    and port from this host, and says how to repair each fault.  All checks run at once, and each ends after ten
+    Checks settings, database, state folder, disk, clocks, Redis, broker, inference servers, workers, maintenance, logs,
+    secret and port from this host, and says how to repair each fault.  All checks run at once, and each ends after ten
     seconds, so the command works when parts are down.  Exit status 1: a check failed.
     """
-    from app.cli import doctor_checks
-    from app.cli.findings import worst_level
+    from app.cli.doctor_runner import run_all_checks
     from slotkeeper import logs
 
     logs.configure("CRITICAL")
     findings = []
     with console(stderr=True).status("checking ...") as status:
-        for finding in doctor_checks.run_checks(doctor_checks.all_checks()):
+        for finding in run_all_checks():
             findings.append(finding)
             status.update(f"checking ... {finding.part} is done")
             if not as_json:
@@ -127,11 +123,11 @@ def doctor(as_json: bool) -> None:
     sys.exit(1 if level == "fail" else 0)
 
 
-def _as_json(finding: "Finding") -> dict[str, str]:
+def _as_json(finding: Finding) -> dict[str, str]:
     return {"part": finding.part, "level": finding.level, "message": finding.message, "remedy": finding.remedy}
 
 
-def _print(finding: "Finding") -> None:
+def _print(finding: Finding) -> None:
     echo(f"{_MARKS[finding.level]}  {finding.part:<12} {finding.message}")
     if finding.remedy:
         echo(f"{'':<18}{finding.remedy}")

@@ -15,7 +15,7 @@ _CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY", "SLOTKEEPER_C
 def settings() -> Iterator[Finding]:
     """Check that each setting is valid, none contradicts another, and no name is misspelled."""
     kinds = _settings_classes()
-    problems = [problem for kind in kinds for problem in _find_invalid(kind)]
+    problems = dict.fromkeys(problem for kind in kinds for problem in _find_invalid(kind))
     for problem in problems:
         yield Finding(
             "settings", "fail", problem, "Correct it, or unset it to use its default; see docs/reference/settings.md."

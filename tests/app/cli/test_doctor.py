@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from redis.exceptions import AuthenticationError
 
-from app.cli import doctor_checks
+from app.cli import doctor_checks, doctor_runner
 from app.cli.__main__ import main
+from app.cli.doctor_checks import CHECKS
 from app.cli.findings import Finding, worst_level
 from app.up.ports import free_port
 from routing.maintenance import task_runs
@@ -26,10 +29,11 @@ from tasks import services
 from tests.support.api import Api, clear_wiring
 from tests.support.ends import cool_down
 from tests.support.scripted import Scripted, answer
+from tools.cluster.stack import REPO
 
 
 def _findings_of(part: str) -> list[Finding]:
-    return doctor_checks._run_check(part, doctor_checks.all_checks()[part])
+    return doctor_runner.run_check(part, CHECKS[part])
 
 
 # -- how they are asked ----------------------------------------------------------------------------------------
@@ -44,7 +48,7 @@ def test_a_part_that_hangs_holds_up_no_other_and_is_told() -> None:
 
     began = time.monotonic()
     found = list(
-        doctor_checks.run_checks({"silent": silent, "well": lambda: iter([Finding("well", "ok", "yes")])}, 0.2)
+        doctor_runner.run_in_parallel({"silent": silent, "well": lambda: iter([Finding("well", "ok", "yes")])}, 0.2)
     )
     took_s = time.monotonic() - began
     hangs.set()
@@ -58,7 +62,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
         raise OSError("no route")
         yield
 
-    (found,) = list(doctor_checks.run_checks({"broken": broken}))
+    (found,) = list(doctor_runner.run_in_parallel({"broken": broken}))
     assert (found.level, "no route" in found.message) == ("fail", True)
 
 
@@ -67,6 +71,26 @@ def test_a_check_that_fails_is_a_finding() -> None:
 )
 def test_the_worst_counts(levels: tuple[str, ...], worst: str) -> None:
     assert worst_level([Finding("x", level, "") for level in levels]) == worst
+
+
+def test_the_help_and_the_documents_name_every_part() -> None:
+    names = {part: {"folder": "state folder", "servers": "inference servers"}.get(part, part) for part in CHECKS}
+    help_text = " ".join(CliRunner().invoke(main, ["doctor", "--help"]).output.split())
+    monitoring = " ".join((REPO / "docs/how-to/monitoring.md").read_text().split())
+    (sentence,) = re.findall("`slotkeeper doctor` checks ([^.]*)", monitoring)
+    for text in (help_text, sentence):
+        assert [part for part, name in names.items() if name.lower() not in text.lower()] == []
+    rows = re.findall(r"^\| ([a-z, ]+) \|", (REPO / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
+    assert sorted(CHECKS.keys() - {part for row in rows for part in row.split(", ")}) == []
+
+
+def test_a_redis_that_wants_another_password_is_told_as_such() -> None:
+    def broken() -> Iterator[Finding]:
+        raise AuthenticationError("Authentication required.")
+        yield
+
+    (found,) = doctor_runner.run_check("redis", broken)
+    assert "password" in found.remedy and "does not run" not in found.remedy
 
 
 # -- what they find --------------------------------------------------------------------------------------------
@@ -87,7 +111,7 @@ def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkey
     found = json.loads(done.stdout)
     assert (done.exit_code, found["level"]) == (1, "fail")
     by_part = {it["part"]: it for it in found["findings"]}
-    assert by_part.keys() == doctor_checks.all_checks().keys()
+    assert by_part.keys() == CHECKS.keys()
     for part in ("database", "redis"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
     for part in ("workers", "maintenance", "servers"):  # One fault has one remedy.
@@ -225,6 +249,11 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_told(
     assert found[0].remedy
 
 
+def test_a_wrong_setting_of_two_processes_is_told_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOTKEEPER_PORT", "x")
+    assert [it.message.partition(":")[0] for it in _findings_of("settings")] == ["SLOTKEEPER_PORT"]
+
+
 def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_SECRET", "not base64 and quite private")
     monkeypatch.setenv("SLOTKEEPER_METRICS_KEY", "mk_private")
@@ -237,7 +266,7 @@ def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatc
 _FIRST_IMPORTS = """
 import sys, threading
 from importlib.machinery import PathFinder
-from app.cli import doctor_checks
+from app.cli import doctor_checks, doctor_runner
 
 found = []
 
@@ -246,9 +275,9 @@ class Finder:
         if threading.current_thread() is not threading.main_thread() and PathFinder.find_spec(name, path):
             found.append(name)
 
-doctor_checks.load()
+doctor_checks.prepare()
 sys.meta_path.insert(0, Finder())
-list(doctor_checks.run_checks(doctor_checks.all_checks()))
+list(doctor_runner.run_in_parallel(doctor_checks.CHECKS))
 print(" ".join(sorted(set(found))))
 """
 
@@ -307,7 +336,7 @@ def test_what_a_server_says_is_wrong_is_told_and_no_remedy_of_the_network(api: A
 
 
 def test_a_server_that_never_answers_holds_up_no_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_SERVERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(doctor_checks, "_SERVERS_LIMIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api.register(endpoint=f"http://127.0.0.1:{free_port()}/generate")
         api.register(server="gpu2", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/generate")

@@ -14,6 +14,9 @@ from tasks.config import EventSettings, TaskSettings
 
 _MIN_METRICS_KEY = 12  # characters
 
+MAX_FORM_BYTES = 256 << 10
+"""The largest form that the page accepts."""
+
 
 class AppSettings(Settings):
     """Environment: SLOTKEEPER_HOST, SLOTKEEPER_REQUIRE_KEYS, …"""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast
 
-from flask import Flask, Request, current_app, request
+from flask import current_app
 
 from app.config import AppSettings
 from app.readiness import Readiness
@@ -14,7 +14,7 @@ _EXTENSION = "slotkeeper"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The use cases, the settings, and the readiness of the process."""
+    """The dispatcher, the settings, and the readiness of the process."""
 
     dispatcher: Dispatcher
     settings: AppSettings
@@ -27,17 +27,7 @@ def set_context(app_extensions: dict[str, object], context: Context) -> None:
 
 def context() -> Context:
     """Return the context of the application of this request."""
-    return cast(Context, application().extensions[_EXTENSION])
-
-
-def application() -> Flask:
-    """Return the application itself.  Flask's proxy would look it up again at each access to an attribute."""
-    return cast(Flask, current_app._get_current_object())  # type: ignore[attr-defined]
-
-
-def current_request() -> Request:
-    """Return the request itself, for the same reason."""
-    return cast(Request, request._get_current_object())  # type: ignore[attr-defined]
+    return cast(Context, current_app.extensions[_EXTENSION])
 
 
 def dispatcher() -> Dispatcher:

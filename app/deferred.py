@@ -10,9 +10,9 @@ from typing import Any
 from routing.progress import FIRST_ENTRY, EntryId
 from slotkeeper.outbox.event_reader import OutboxEvent
 
-CAN_DEFER = "slotkeeper.takes_over"
+CAN_DEFER = "slotkeeper.can_defer"
 """Key of the WSGI environment: whether the server accepts deferred work."""
-DEFERRED = "slotkeeper.goes_on"
+DEFERRED = "slotkeeper.deferred"
 """Key of the WSGI environment, set by a view: its deferred work, a WaitForJob or a FollowEvents."""
 
 

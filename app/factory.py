@@ -52,7 +52,7 @@ _APIS: tuple[APIBlueprint, ...] = (
 def create_app(settings: AppSettings | None = None) -> Flask:
     """Return the API of one process.  Before the first request it only connects to Redis, to compare the secret.
 
-    Raises ValueError if the settings would open the API to the network without keys.
+    Raises InvalidSetting if the settings would open the API to the network without keys.
     """
     settings = settings or AppSettings()
     settings.check_exposure()

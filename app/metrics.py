@@ -62,10 +62,6 @@ class MetricsCollector(Collector):
                 up.add_metric([part], 0)
         yield up
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing.  Otherwise the registry would collect everything when this is registered."""
-        return []
-
     def _database_metrics(self) -> Sequence[Callable[[], Iterator[Metric]]]:
         return self._state_metrics, self._job_metrics, self._pending_metrics
 
@@ -314,6 +310,6 @@ def _histogram(
 def metrics_registry(
     dispatcher: Dispatcher, scripts: Scripts, processes: ProcessList, counters: ProcessCounters
 ) -> CollectorRegistry:
-    registry = CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry(auto_describe=False)  # Else it would collect everything when this is registered.
     registry.register(MetricsCollector(dispatcher, scripts, processes, counters))
     return registry

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from flask import Flask, g, request
-from flask import current_app as application
+from flask import Flask, current_app, g, request
 
 from slotkeeper.db.time_limits import time_limit
 from tasks.services import database
@@ -20,7 +19,10 @@ View = TypeVar("View", bound=Callable[..., Any])
 
 
 def answered_in_time(view: View) -> View:
-    """Mark a view that writes and has the time limit.  Views that only read always have it."""
+    """Mark a view that writes, and whose client is told the outcome in time; requests with GET or HEAD always are.
+
+    Not those that change many rows or the catalog: they would end half-way.
+    """
     view.answered_in_time = True  # type: ignore[attr-defined]
     return view
 
@@ -32,7 +34,7 @@ def register(app: Flask) -> None:
 
 
 def _begin() -> None:
-    view = application.view_functions.get(request.endpoint or "")
+    view = current_app.view_functions.get(request.endpoint or "")
     if request.method in ("GET", "HEAD") or getattr(view, "answered_in_time", False):
         deadline = request.environ.get(ANSWER_UNTIL)
         seconds = database().limits.request_s if deadline is None else deadline - time.monotonic()

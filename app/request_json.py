@@ -13,18 +13,17 @@ from io import BytesIO
 from typing import Any, NoReturn
 
 import flask
-from flask import Request
+from flask import Request, request
 from flask_openapi import RequestBody
 from pydantic import ValidationError
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from app.context import current_request
 from app.problems import ProblemError, printable_text, validation_error
 from app.schemas.job_schemas import BatchItem
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 
-BODY_COMPLETE = "slotkeeper.whole_body"
+BODY_COMPLETE = "slotkeeper.body_complete"
 """In the WSGI environment: the server has read the body to its end."""
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 MAX_BATCH_JOBS = 1000
@@ -49,7 +48,7 @@ class _Refused(ValueError):
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise _Refused(f"the key {printable_text(_first_duplicate(pairs))!r} stands twice in one object")
+        raise _Refused(f"the key {printable_text(_first_duplicate(pairs))!r} appears twice in one object")
     return values
 
 
@@ -180,7 +179,6 @@ def reject_nul() -> None:
 
     Raises ProblemError.
     """
-    request = current_request()
     if request.endpoint is None:
         return  # No view has this path: the response is 404.
     for field, text in (request.view_args or {}).items():

@@ -11,7 +11,7 @@ from flask import Response, request
 from app.api.openapi import blueprint, problem_responses
 from app.auth import access
 from app.context import dispatcher
-from app.request_json import parse_time
+from app.request_json import NDJSON, parse_time
 from app.schemas.cursors import decode_job_cursor
 from app.schemas.operation_schemas import AuditEntry, AuditList, AuditQuery
 from slotkeeper import audit
@@ -20,7 +20,6 @@ from slotkeeper.audit import AuditFilter
 api = blueprint("audit", "Audit", "/admin")
 api.before_request(access.require_audit)
 
-_NDJSON = "application/x-ndjson"
 _NEXT_CURSOR_HEADER = "Next-Cursor"
 
 
@@ -32,10 +31,10 @@ def list_acts(query: AuditQuery) -> dict[str, Any] | Response:
     Next-Cursor.
     """
     entries, cursor = find_acts(query)
-    if request.accept_mimetypes.best_match(["application/json", _NDJSON]) != _NDJSON:
+    if request.accept_mimetypes.best_match(["application/json", NDJSON]) != NDJSON:
         return AuditList.build(acts=entries, next_cursor=cursor)
     lines = b"".join(orjson.dumps(entry) + b"\n" for entry in entries)
-    return Response(lines, content_type=_NDJSON, headers={_NEXT_CURSOR_HEADER: cursor} if cursor else {})
+    return Response(lines, content_type=NDJSON, headers={_NEXT_CURSOR_HEADER: cursor} if cursor else {})
 
 
 def find_acts(query: AuditQuery) -> tuple[list[dict[str, Any]], str | None]:

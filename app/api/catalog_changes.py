@@ -6,11 +6,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import structlog
-from flask_openapi import APIBlueprint
 from redis.exceptions import RedisError
 
-from app.api.openapi import blueprint
-from app.auth import access
 from app.context import context, dispatcher
 from app.problems import ProblemError, printable_text
 from routing.maintenance.rebuild import refresh_fleet
@@ -25,13 +22,6 @@ from tasks.servers.validation import InvalidDescription
 
 log = structlog.get_logger(__name__)
 _INVALID_ENDPOINT = "{} must be a full URL with a host, such as http://gpu1:9001/generate"
-
-
-def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
-    """Return a blueprint whose views only administrators may use."""
-    api = blueprint(name, title, prefix)
-    api.before_request(access.require_admin)
-    return api
 
 
 def refresh_redis(*fleets: str) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 from flask import request
 
-from app.api.catalog_changes import admin_blueprint
-from app.api.openapi import blueprint, problem_responses, response_of
+from app.api.openapi import admin_blueprint, blueprint, problem_responses, response_of
 from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
@@ -47,8 +46,8 @@ from tasks.services import database, workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs")
 batches_api = blueprint("batches", "Batches", "/queue/batches")
-_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
 dlq_api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
 _MAX_RETRIED = 500  # jobs that one request queues again
 
 
@@ -62,6 +61,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     """
     job = visible_job(path.job_id)
     if query.wait and job.finished_ms is None:
+        # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
         defer(request.environ, WaitForJob(job.id, query.wait))
     return JobDetail.build(job, **queue_position(job.state, _position_of(job)))
 

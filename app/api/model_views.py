@@ -7,14 +7,13 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app.api.catalog_changes import (
-    admin_blueprint,
     close_breaker,
     queue_counts,
     refresh_redis,
     validate_description,
     validate_description_for_all,
 )
-from app.api.openapi import problem_responses, response_of
+from app.api.openapi import admin_blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas import model_schemas

@@ -8,15 +8,15 @@ from threading import Lock
 from typing import Any
 
 import orjson
-from flask import Flask, Response, current_app, redirect
+from flask import Flask, Response, current_app, redirect, request
 from flask.json.provider import JSONProvider
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from flask_openapi_swagger.plugins import RegisterPlugin
 from pydantic import BaseModel
 from werkzeug.routing import BaseConverter
 
+from app.auth import access
 from app.auth.access import public
-from app.context import current_request
 from app.problems import CONTENT_TYPE, validation_problem
 from app.request_json import JsonRequest
 from app.schemas.base import Problem
@@ -104,6 +104,13 @@ def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) ->
         abp_responses=problem_responses(*(_KEYED_STATUSES if keyed else _STATUSES)),
         operation_id_callback=_operation_id,
     )
+
+
+def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
+    """Return a blueprint whose views only administrators may use."""
+    api = blueprint(name, title, prefix)
+    api.before_request(access.require_admin)
+    return api
 
 
 def no_store(api: APIBlueprint) -> APIBlueprint:
@@ -216,7 +223,6 @@ _SECURITY_HEADERS = {allowed: _headers_with(allowed) for allowed in (_DOCS_POLIC
 
 def _security_headers(response: Response) -> Response:
     """Forbid other sites to embed a response, and a response to load from other origins."""
-    request = current_request()
     allowed = _DOCS_POLICY if request.path.startswith(_PAGE) else _API_POLICY
     if request.blueprint == "page":
         allowed = _PAGE_POLICY

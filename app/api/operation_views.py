@@ -7,8 +7,8 @@ from flask import Response, current_app
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from redis.exceptions import RedisError
 
-from app.api.catalog_changes import admin_blueprint, queue_counts
-from app.api.openapi import blueprint, problem_responses, response_of
+from app.api.catalog_changes import queue_counts
+from app.api.openapi import admin_blueprint, blueprint, problem_responses, response_of
 from app.auth.access import metrics_access, public
 from app.context import context, dispatcher
 from app.schemas.model_schemas import ModelPath

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from app.api.catalog_changes import admin_blueprint, validate_endpoint
-from app.api.openapi import problem_responses
+from app.api.catalog_changes import validate_endpoint
+from app.api.openapi import admin_blueprint, problem_responses
 from app.context import dispatcher
 from app.schemas.server_schemas import (
     ExchangeView,

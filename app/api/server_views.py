@@ -7,7 +7,6 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from app.api.catalog_changes import (
-    admin_blueprint,
     close_breaker,
     queue_counts,
     read_server_status,
@@ -15,7 +14,7 @@ from app.api.catalog_changes import (
     validate_description,
     validate_endpoint,
 )
-from app.api.openapi import problem_responses, response_of
+from app.api.openapi import admin_blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas.base import StateBody

@@ -7,8 +7,9 @@ from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import EventFilter, FollowEvents, defer
+from app.problems import ProblemError
 from app.schemas.cursors import NUMBER, PROGRESS_ID, model_filter, parse_event_id, parse_progress_id
-from app.schemas.event_schemas import _MAX_ID_CHARS, JobEvent, JobStreamQuery, ProgressEvent, StreamQuery
+from app.schemas.event_schemas import MAX_ID_CHARS, JobEvent, JobStreamQuery, ProgressEvent, StreamQuery
 from app.schemas.job_schemas import JobPath
 from slotkeeper.outbox import event_reader
 
@@ -24,7 +25,7 @@ _JOBS_EVENTS = {
     },
 }
 _LAST_SEEN = "The last `id` that the client has; browsers send it automatically.  Empty: the client has none."
-_JOB_LAST_EVENT_ID = optional_headers(_MAX_ID_CHARS, f"({PROGRESS_ID})?", shortest=0, Last_Event_ID=_LAST_SEEN)
+_JOB_LAST_EVENT_ID = optional_headers(MAX_ID_CHARS, f"({PROGRESS_ID})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _LAST_EVENT_ID = optional_headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=_LAST_SEEN)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -70,5 +71,6 @@ def _last_event_id(after: str | None) -> str | None:
 
 
 def _stream(follow: FollowEvents) -> Response:
-    defer(request.environ, follow)
+    if not defer(request.environ, follow):
+        raise ProblemError(501, "no_streams", "No streams here", "Only `python -m app.server` sends streams of events.")
     return Response(status=200, content_type=_EVENT_STREAM, headers=_HEADERS)

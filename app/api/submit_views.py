@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from app.api.openapi import blueprint, optional_headers, problem_responses
 from app.auth.access import current_tenant
-from app.context import context, current_request, dispatcher
+from app.context import context, dispatcher
 from app.request_deadline import answered_in_time
 from app.request_json import BATCH_BODY, MAX_BATCH_JOBS, read_batch
 from app.schemas.cursors import batch_filter
@@ -58,7 +58,7 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
     model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
     """
-    tenant, environ, use_cases = current_tenant(), current_request().environ, dispatcher()
+    tenant, environ, use_cases = current_tenant(), request.environ, dispatcher()
     job = submission(body, tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
     (receipt,) = use_cases.submit([job], tenant)
     accepted = receipt.accepted

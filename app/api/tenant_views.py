@@ -5,8 +5,8 @@ Keys are created on the command line.  Secrets can be set, and never read.
 
 from typing import Any
 
-from app.api.catalog_changes import admin_blueprint, refresh_redis
-from app.api.openapi import no_store, problem_responses, response_of
+from app.api.catalog_changes import refresh_redis
+from app.api.openapi import admin_blueprint, no_store, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas import tenant_schemas

@@ -15,11 +15,10 @@ from hmac import compare_digest
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Request, g
+from flask import Flask, Request, current_app, g, request
 
 from app.auth.api_keys import read_bearer
 from app.config import AppSettings, is_loopback
-from app.context import application, current_request
 from app.problems import ProblemError
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
@@ -43,12 +42,12 @@ _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 def keys() -> "Keys | None":
     """Return the keys of this application; None: it requires none."""
-    cached_keys: Keys | None = application().extensions[_EXTENSION]
+    cached_keys: Keys | None = current_app.extensions[_EXTENSION]
     return cached_keys
 
 
 def _settings() -> AppSettings:
-    settings: AppSettings = application().extensions["slotkeeper_settings"]
+    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
     return settings
 
 
@@ -125,7 +124,7 @@ def _set_actor(tenant: Tenant, interface: str) -> None:
     """Set the tenant of this request, and the actor for the audit log and the log."""
     g.tenant = tenant
     logs.bind_context(tenant=tenant.name)
-    audit.set_actor(Actor(tenant.name, interface, current_request().environ.get("REMOTE_ADDR") or None))
+    audit.set_actor(Actor(tenant.name, interface, request.environ.get("REMOTE_ADDR") or None))
 
 
 def _reset_actor(_: BaseException | None) -> None:
@@ -149,8 +148,7 @@ def visible_tenant() -> str | None:
 
 def authorize() -> None:
     """Authorize this request before its view.  Raises ProblemError."""
-    request = current_request()
-    view = application().view_functions.get(request.endpoint or "")
+    view = current_app.view_functions.get(request.endpoint or "")
     if view is None or getattr(view, "has_own_auth", False):
         return
     environ = request.environ
@@ -190,13 +188,13 @@ def _identify(environ: Mapping[str, Any]) -> Tenant:
 
 def require_admin() -> None:
     """Refuse a request without an administrator's key.  For before_request.  Raises ProblemError 403."""
-    if current_request().method != "OPTIONS":
+    if request.method != "OPTIONS":
         _require_admin(current_tenant())
 
 
 def require_audit() -> None:
     """Refuse a request without the right to audit or to administer.  For before_request.  Raises ProblemError 403."""
-    if current_request().method != "OPTIONS":
+    if request.method != "OPTIONS":
         tenant = current_tenant()
         if not tenant.audits:
             _require_admin(tenant)

@@ -25,7 +25,7 @@ class OwnerKind(Enum):
     OPERATOR = "operator"  # an administrator's key, or the metrics key
     TENANT = "tenant"
     LOCAL = "local"  # each client, if no keys are required
-    ANONYMOUS = "stranger"  # a client without a valid key
+    ANONYMOUS = "anonymous"  # a client without a valid key
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from contextlib import suppress
 import click
 
 from app.cli.output import acting_locally
-from app.cli.tenant_commands import _SHOWN_PROCESSES
 from app.terminal import echo, escape_line
+
+_SHOWN_PROCESSES = 5
 
 
 @click.command()

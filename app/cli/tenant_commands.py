@@ -10,8 +10,6 @@ from app.cli.state_commands import add_state_commands
 from app.terminal import echo, escape_line
 from slotkeeper.errors import NotFound
 
-_SHOWN_PROCESSES = 5
-
 
 @click.group()
 def secrets() -> None:

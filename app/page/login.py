@@ -17,7 +17,7 @@ from app import problems
 from app.auth import access, session_cookie
 from app.auth.access import current_tenant, page_access, set_tenant
 from app.auth.session_cookie import Session
-from app.config import AppSettings
+from app.config import MAX_FORM_BYTES, AppSettings
 from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.page.rendering import render_page
 from app.request_json import reject_nul_in
@@ -32,7 +32,7 @@ V = TypeVar("V", bound=Callable[..., Any])
 
 LOG_IN = "/page/log-in"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_MAX_FIELDS, _MAX_FORM_BYTES = 2000, 256 << 10
+_MAX_FIELDS = 2000
 
 page = Blueprint("page", "app.page")
 
@@ -85,7 +85,7 @@ def register(app: Flask) -> None:
 
 @page.before_request
 def _begin_request() -> None:
-    request.max_form_parts, request.max_content_length = _MAX_FIELDS, _MAX_FORM_BYTES
+    request.max_form_parts, request.max_content_length = _MAX_FIELDS, MAX_FORM_BYTES
     session = session_cookie.decode_session(request.cookies.get(_cookie(), ""), session_keys())
     if session is not None and session.key_hash and RevokedSessions(database()).is_revoked(session.id):
         session = None

@@ -12,7 +12,7 @@ from slotkeeper.outbox.event_reader import OutboxEvent
 _AFTER = "The last `id` that the client has: the stream goes on after it.  The header Last-Event-ID takes precedence."
 
 
-_MAX_ID_CHARS = 59  # characters of an id in a job's stream
+MAX_ID_CHARS = 59  # characters of an id in a job's stream
 
 
 _ModelName = Annotated[str, Field(max_length=128, json_schema_extra=MODEL_NAME)]
@@ -53,7 +53,7 @@ def event_data(entry: OutboxEvent) -> dict[str, Any]:
 
 class JobStreamQuery(Schema):
     after: str | None = Field(
-        None, max_length=_MAX_ID_CHARS, description=_AFTER, json_schema_extra={"pattern": f"^{PROGRESS_ID}$"}
+        None, max_length=MAX_ID_CHARS, description=_AFTER, json_schema_extra={"pattern": f"^{PROGRESS_ID}$"}
     )
 
 

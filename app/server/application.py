@@ -11,13 +11,13 @@ from typing import Any
 import structlog
 
 from app.auth.api_keys import KeyCache, Owner, OwnerKind
-from app.config import AppSettings
+from app.config import MAX_FORM_BYTES, AppSettings
 from app.deferred import CAN_DEFER, FollowEvents, WaitForJob
 from app.request_deadline import ANSWER_UNTIL
 from app.server.event_feed import EventFeed
 from app.server.event_stream import EventStream
 from app.server.fair_pool import ClientGone, FairPool, QueueFull, TurnLate
-from app.server.http_protocol import EXTENSION, ConnectionLimits, LimitedHttpProtocol
+from app.server.http_protocol import DISCARD_S, EXTENSION, ConnectionLimits, LimitedHttpProtocol
 from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
 from slotkeeper.db import Database
@@ -28,10 +28,8 @@ log = structlog.get_logger(__name__)
 KEYS_EVERY_S = 5.0
 _TICK_S = 1.0
 _HEAVY_BYTES = 256 << 10  # bytes; a larger body takes long to parse
-_DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
-_PUSH, _PAGE = "/tasks/callback/", "/page/"
-_KEYLESS = ("/health/", _PUSH, "/docs", "/openapi.json", _PAGE)  # /page/ contains the log-in form.
-_MAX_FORM_BYTES = 256 << 10
+_PUSH_PATH, _PAGE_PATH = "/tasks/callback/", "/page/"
+_KEYLESS = ("/health/", _PUSH_PATH, "/docs", "/openapi.json", _PAGE_PATH)  # /page/ contains the log-in form.
 _MAX_ANONYMOUS_BYTES = 2048  # The log-in form has two short fields.
 
 
@@ -69,8 +67,8 @@ class HttpRequest:
         self.path: str = self.environ["PATH_INFO"]
         self.length = int(self.environ.get("CONTENT_LENGTH") or 0)
         self.body = bytearray()
-        self.complete = not self.length and "HTTP_TRANSFER_ENCODING" not in self.environ
-        self.whole = True  # False: Flask is called without the body, and refuses the request.
+        self.is_complete = not self.length and "HTTP_TRANSFER_ENCODING" not in self.environ
+        self.has_body = True  # False: Flask is called without the body, and refuses the request.
         self.close = False  # whether the connection is closed after the response
 
     async def start(self, response: Response) -> None:
@@ -103,7 +101,7 @@ class WebApplication:
         """`progress_follower`: delivers the progress of jobs to streams."""
         self.settings, self._wsgi = settings, wsgi
         self._key_cache, self.progress_follower = key_cache, progress_follower
-        self.capacity = ConnectionLimits(settings, most_connections, self.stop)
+        self.limits = ConnectionLimits(settings, most_connections, self.stop)
         self.stopping = False
         self.feed = EventFeed(database)
         self._request_s = database.limits.request_s
@@ -114,7 +112,7 @@ class WebApplication:
         self.waiting = PlaceLimit(waiting, waiting // 2 if has_keys else waiting)
         self.streams = PlaceLimit(streams, settings.max_tenant_streams if has_keys else streams)
         self.general = FairPool("web", threads, threads // 4 if has_keys else threads)
-        self._history = FairPool("history", 2, 1, streams)
+        self._missed_events = FairPool("history", 2, 1, streams)
         self._operators = FairPool("operators", 4, 4)
         self._heavy = FairPool("heavy", 1, 1)  # The JSON parser blocks all other threads.
         self._pushes = FairPool("pushes", 8, 6)
@@ -141,7 +139,7 @@ class WebApplication:
         request.owner = await self._key_cache.owner_of(request.environ)
         request.key_s = time.monotonic() - began
         if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
-            self.capacity.mark_active(request.connection, trusted=True)
+            self.limits.mark_active(request.connection, trusted=True)
         await self._receive(request)
         request.environ[CAN_DEFER] = request.environ["REQUEST_METHOD"] == "GET"
         if request.path == "/health/live":
@@ -155,17 +153,17 @@ class WebApplication:
         else:
             await self._respond(request, response)
 
-    # -- in a thread -----------------------------------------------------------------------------------------------
+    # -- receive, call Flask, respond ------------------------------------------------------------------------------
 
     async def _receive(self, request: HttpRequest) -> None:
         """Read the body, or as much of it as is needed to refuse it.  Raises Refusal, ClientGone."""
         settings, owner, began = self.settings, request.owner, asyncio.get_running_loop().time()
-        limit, request.close = self._body_limit(request), not request.complete
+        limit, request.close = self._body_limit(request), not request.is_complete
         wants_key = settings.require_keys and not request.path.startswith(_KEYLESS)
-        request.whole = request.complete or not (
+        request.has_body = request.is_complete or not (
             (wants_key and owner.kind is OwnerKind.ANONYMOUS) or request.length > limit
         )
-        while request.whole and not request.complete:
+        while request.has_body and not request.is_complete:
             earned_s = len(request.body) / settings.body_min_rate
             try:
                 async with asyncio.timeout_at(began + settings.body_timeout_s + earned_s):
@@ -177,12 +175,12 @@ class WebApplication:
             if message["type"] == "http.disconnect":
                 raise ClientGone
             size, is_local = len(message["body"]), owner.kind is OwnerKind.LOCAL
-            if not self.capacity.reserve_bytes(request.connection, owner.account, size, whole=is_local):
+            if not self.limits.reserve_bytes(request.connection, owner.account, size, unlimited=is_local):
                 detail = "Your open requests hold too many bytes; wait until some of them have ended."
                 raise Refusal(429, "too_many_bytes", detail, 1)
             request.body += message["body"]
-            request.complete, request.whole = not message["more_body"], len(request.body) <= limit
-        if request.whole:
+            request.is_complete, request.has_body = not message["more_body"], len(request.body) <= limit
+        if request.has_body:
             request.close = False
         else:
             request.environ["CONTENT_LENGTH"] = str(max(request.length, limit + 1))
@@ -192,17 +190,17 @@ class WebApplication:
     def _body_limit(self, request: HttpRequest) -> int:
         """Return the size in bytes of the largest body that this address accepts."""
         path, is_anonymous = request.path, request.owner.kind is OwnerKind.ANONYMOUS
-        if is_anonymous and not path.startswith(_PUSH):
+        if is_anonymous and not path.startswith(_PUSH_PATH):
             return min(_MAX_ANONYMOUS_BYTES, self.settings.max_body_bytes)
         if path == "/queue/submit-batch":
             return self.settings.max_batch_bytes
-        if path.startswith(_PAGE):
-            return min(_MAX_FORM_BYTES, self.settings.max_body_bytes)
-        return self.settings.max_push_bytes if path.startswith(_PUSH) else self.settings.max_body_bytes
+        if path.startswith(_PAGE_PATH):
+            return min(MAX_FORM_BYTES, self.settings.max_body_bytes)
+        return self.settings.max_push_bytes if path.startswith(_PUSH_PATH) else self.settings.max_body_bytes
 
     def _pool_for(self, request: HttpRequest) -> FairPool:
         """Return the thread pool for a request."""
-        if request.path.startswith(_PUSH):
+        if request.path.startswith(_PUSH_PATH):
             return self._pushes
         if request.path == "/health/ready":
             return self._readiness
@@ -236,21 +234,21 @@ class WebApplication:
         """Return a function that calls Flask, and release the body from the request."""
         body = bytes(request.body)
         request.body.clear()
-        return partial(call_wsgi, self._wsgi, request.environ, body, whole=request.whole)
+        return partial(call_wsgi, self._wsgi, request.environ, body, has_body=request.has_body)
 
     async def _respond(self, request: HttpRequest, response: Response) -> None:
-        self.capacity.release_bytes(request.connection)
-        if not self.capacity.reserve_bytes(request.connection, request.owner.account, len(response.body), whole=True):
+        self.limits.release_bytes(request.connection)
+        if not self.limits.reserve_bytes(request.connection, request.owner.account, len(response.body), unlimited=True):
             raise ClientGone
         await request.start(response)
         await request.write(response.body)
-        if not request.complete:
+        if not request.is_complete:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_DISCARD_S):
+                async with asyncio.timeout(DISCARD_S):
                     while (await request.receive()).get("more_body"):
                         pass
         await request.write(b"", more=False)
-        self.capacity.release_bytes(request.connection)
+        self.limits.release_bytes(request.connection)
 
     # -- without a thread ------------------------------------------------------------------------------------------
 
@@ -259,7 +257,6 @@ class WebApplication:
         with self.waiting.take(request.owner.account) as has_place:
             if not has_place or self.stopping:
                 return response
-            request.connection.waits_for_event = True
             tasks = [
                 asyncio.create_task(self.feed.wait_for_end(waiting.job_id)),
                 asyncio.create_task(request.disconnected()),
@@ -267,10 +264,10 @@ class WebApplication:
             await asyncio.wait(tasks, timeout=waiting.seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
-            request.connection.waits_for_event = False
         request.environ[CAN_DEFER] = False
         try:
-            return await self._call_in_thread(self.general, request)
+            request.key_s = 0.0  # It was spent before the wait.
+            return await self._call_in_thread(self._pool_for(request), request)
         except Refusal:
             return response
 
@@ -284,13 +281,13 @@ class WebApplication:
             if request.version == "1.0":
                 raise Refusal(505, "http_version", "HTTP/1.0 cannot mark the end of a stream; use HTTP/1.1.")
             response.headers = [header for header in response.headers if header[0].lower() != b"content-length"]
-            request.close = connection.waits_for_event = True
+            request.close = True
             await request.start(response)
             stream = EventStream(
                 deferred_stream,
                 self.feed,
                 self.progress_follower,
-                partial(self._history.run, account),
+                partial(self._missed_events.run, account),
                 connection.abort,
             )
             sending = asyncio.create_task(_send(request, stream))
@@ -309,16 +306,16 @@ class WebApplication:
 
     async def run_timeouts(self) -> None:
         """Close connections that take too long, and refresh the keys.  Runs until it is canceled."""
-        keys_due, evicted = self.capacity.now(), 0
+        keys_due, evicted = self.limits.now(), 0
         while True:
-            now = self.capacity.now()
-            for connection in self.capacity.connections():
+            now = self.limits.now()
+            for connection in self.limits.connections():
                 connection.check_timeouts(now)
             for stream in self._open:
                 stream.check_time(now)
-            if self.capacity.evicted > evicted:
-                log.warning("connections_gave_way", count=self.capacity.evicted - evicted)
-                evicted = self.capacity.evicted
+            if self.limits.evicted > evicted:
+                log.warning("connections_gave_way", count=self.limits.evicted - evicted)
+                evicted = self.limits.evicted
             if now >= keys_due:
                 keys_due = now + KEYS_EVERY_S
                 self._refreshing = asyncio.create_task(self._refresh_keys())

@@ -27,9 +27,8 @@ _SHARE = 4  # An owner may hold one fourth of all buffered bytes.
 _PARSE_BYTES = 1 << 10  # bytes parsed at once: few bytes may hold many requests, and each uses much more memory
 _MAX_UNPARSED_BYTES = 64 << 10  # bytes read ahead from the network
 _MAX_FRAMING_BYTES = 64 << 10  # bytes of a chunked body between two pieces of content
-_DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
+DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
 _UPGRADE_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
-_HALF_CLOSED_S = 5.0  # how long a half-closed connection may wait: it cannot be distinguished from a disconnect
 
 
 class ConnectionLimits:
@@ -76,9 +75,11 @@ class ConnectionLimits:
         self._trusted.pop(connection, None)
         self.release_bytes(connection)
 
-    def reserve_bytes(self, connection: "LimitedHttpProtocol", account: str, size: int, *, whole: bool = False) -> bool:
-        """Reserve `size` more bytes.  Return False if the owner would exceed its share; `whole`: no share applies."""
-        if self._held[account] + size > (self.most_bytes if whole else self.most_bytes // _SHARE):
+    def reserve_bytes(
+        self, connection: "LimitedHttpProtocol", account: str, size: int, *, unlimited: bool = False
+    ) -> bool:
+        """Reserve `size` more bytes.  Return False if the owner would exceed its share, unless that is `unlimited`."""
+        if self._held[account] + size > (self.most_bytes if unlimited else self.most_bytes // _SHARE):
             return False
         connection.account = account
         connection.bytes_held += size
@@ -156,17 +157,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.parser: Any = _Parser(self, self.parser)
         application: Any = config.app
-        self.capacity: ConnectionLimits = application.capacity
+        self.limits: ConnectionLimits = application.limits
         self.account, self.bytes_held = "", 0
-        self.waits_for_event = False  # The request waits for an event, not for a thread.
-        self.half_closed: float | None = None  # the time when the client closed its side
         self._is_lost = self._served_any = False
         self._cycles: deque[Any] = deque()  # requests without a complete response; the first is in progress
         self._unparsed = bytearray()  # received bytes that are not parsed yet
         self._missing = 0  # bytes of the body that are still missing, by its Content-Length
         self._framing = 0  # bytes since the last content
         self._reads_head = self._reads_body = False
-        self._since = self.capacity.now()  # start of the current phase
+        self._since = self.limits.now()  # start of the current phase
         self._unsent = 0  # unsent bytes of the response at the last check
         self._refused: float | None = None  # the time of the refusal
         self._refusal: Refusal | None = None
@@ -178,9 +177,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def has_disconnected(self) -> bool:
-        """Whether the client has disconnected, or has half-closed the connection for longer than a limit."""
-        now = self.capacity.now()
-        return self._is_lost or (self.half_closed is not None and now - self.half_closed > _HALF_CLOSED_S)
+        """Whether the client has disconnected."""
+        return self._is_lost
 
     @property
     def is_refused(self) -> bool:
@@ -191,36 +189,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1, low=0)  # Writing is paused until all data is sent.
-        self.capacity.admit(self)
+        self.limits.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
-        self.capacity.remove(self)
+        self.limits.remove(self)
         for cycle in self._cycles:  # uvicorn notifies only the last.
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.capacity.mark_active(self)
+        self.limits.mark_active(self)
         if self._refused is None:
             self._unparsed += data
             self._parse_received()
         if len(self._unparsed) > _MAX_UNPARSED_BYTES:
             self.flow.pause_reading()
-
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client has closed its side.  Keep the connection open for the response if the request is complete."""
-        self.half_closed = self.capacity.now()
-        self._end_if_half_closed()
-        return not self.waits_for_event and not self.transport.is_closing() and self.scheme == "http"
-
-    def _end_if_half_closed(self) -> None:
-        if self.half_closed is not None and not self._unparsed:
-            if self._reads_head or self._reads_body:
-                self._refuse(400, "incomplete_body", "The request is incomplete; nothing was done.  Send it again.")
-            elif not self._cycles:
-                self.transport.close()
 
     def resume_writing(self) -> None:
         self._unsent = 0
@@ -231,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.capacity.stop()
+        self.limits.stop()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +235,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
-        self._since, self._framing, self._reads_head = self.capacity.now(), 0, True
+        self._since, self._framing, self._reads_head = self.limits.now(), 0, True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reads_head:  # After the body it is a trailer.
@@ -284,9 +269,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._cycles.popleft()
         super().on_response_complete()
-        self._since, self._served_any = self.capacity.now(), True
+        self._since, self._served_any = self.limits.now(), True
         self._parse_received()
-        self._end_if_half_closed()
 
     # -- refusing --------------------------------------------------------------------------------------------------
 
@@ -301,7 +285,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """
         if self._refused is not None:
             return
-        self._refused = self.capacity.now()
+        self._refused = self.limits.now()
         self._unparsed.clear()
         if self._cycles:
             if self.pipeline or self.cycle.response_started or not self._reads_body:
@@ -311,7 +295,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         refusal = self._refusal or Refusal(400, "malformed_request", "This is not a request of HTTP/1.1.")
         self.transport.write(refusal.as_http())
-        if self.transport.can_write_eof() and self.half_closed is None:
+        if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self.transport.close()
@@ -320,7 +304,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def check_timeouts(self, now_s: float) -> None:
         """Close the connection if a phase takes too long.  Called about once a second."""
-        settings = self.capacity.settings
+        settings = self.limits.settings
         if self.flow.write_paused:
             left = self.transport.get_write_buffer_size()
             if not self._unsent or left <= self._unsent - settings.body_min_rate:
@@ -328,10 +312,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             elif now_s - self._since > settings.send_timeout_s:
                 self.abort()
         elif self._cycles:
-            if self.waits_for_event and self.has_disconnected:
-                self.abort()
+            return  # The application limits the time of a request.
         elif self._refused is not None:
-            if now_s - self._refused > _DISCARD_S:
+            if now_s - self._refused > DISCARD_S:
                 self.abort()
         elif now_s - self._since > (
             settings.keep_alive_s if self._served_any and not self._reads_head else settings.head_timeout_s

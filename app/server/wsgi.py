@@ -104,9 +104,9 @@ def build_environ(scope: Any) -> dict[str, Any]:
     return environ
 
 
-def call_wsgi(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, whole: bool) -> Response:
-    """Call Flask.  `whole`: `body` is complete; otherwise it is empty, and Flask refuses the request by its length."""
-    wsgi_environ = {**environ, "wsgi.input": BytesIO(body), BODY_COMPLETE: whole}
+def call_wsgi(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, has_body: bool) -> Response:
+    """Call Flask.  Without `has_body`, `body` is empty, and Flask refuses the request by its length."""
+    wsgi_environ = {**environ, "wsgi.input": BytesIO(body), BODY_COMPLETE: has_body}
     started: list[Any] = []
     result = wsgi(wsgi_environ, lambda status, headers, exc_info=None: started.extend((int(status[:3]), headers)))
     try:

@@ -23,12 +23,13 @@ from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.snapshot import CatalogSnapshot
+from tasks.periods import PERIODS_S
 
 _PREFIX = "simulation"
 _CLAIMANT = "simulator"
 _CLOCK = "local function now_ms() return NOW end\n"
 _SIMULATOR_KEYS = ("ends", "runs", "lasts", "loaded", "state")
-_SWEEP_MS = 2_000  # as in celeryconfig.beat_schedule
+_SWEEP_MS = round(PERIODS_S["sweep"] * 1000)
 _LEASE_MS = 100 * 365 * 86_400_000  # Longer than any run, because the simulator does not renew leases.
 _PATIENCE_MS = 3_600_000  # how long a job may wait while no slot runs: longer than any cooldown
 

@@ -143,7 +143,7 @@ def run_jobs(client: Client, count: int, models: Collection[str], stop: threadin
     for job in not_completed:
         terminal.print(f"{job['job_id']}: {_error_of(job) or job['status']}")
     failed = len(not_completed) + count - len(ended)
-    terminal.print(f"{count} jobs, {f'{failed} of them did not end well' if failed else 'all ended well'}.")
+    terminal.print(f"{count} jobs, {f'{failed} of them did not complete' if failed else 'all ended well'}.")
     return 1 if failed else 0
 
 

@@ -50,7 +50,7 @@ class Guardian:
         self._send_line(f"add {group}")
 
     def drop(self, group: int) -> None:
-        """Stop to guard a process group, which has ended."""
+        """Stop guarding a process group, which has ended."""
         self._send_line(f"drop {group}")
 
     @property

@@ -226,7 +226,7 @@ def _demonstrate(plan: UpPlan, options: UpOptions, say: Say, stop: threading.Eve
         try:
             models = demonstration.register(client, plan.demo)
             if "zimg" not in models:
-                say("No first job: the model zimg has servers of yours, and is left to them.")
+                say("No first job: the model zimg has servers of yours.")
                 return 0
             if options.demo_jobs:
                 return demonstration.run_jobs(client, options.demo_jobs, models, stop)

@@ -29,7 +29,7 @@ def check_ports(ports: Iterable[Port]) -> None:
     for port in ports:
         if other := by_number.get(port.number):
             raise UpError(
-                f"Port {port.number} is wanted for {other.role} and for {port.role}: "
+                f"Port {port.number} is needed by {other.role} and by {port.role}: "
                 f"set {other.variable} or {port.variable} to another one."
             )
         by_number[port.number] = port
@@ -82,6 +82,6 @@ def _why_not_free(host: str, number: int) -> str | None:
             )
         return (
             f"Nobody can listen on port {number} of {host!r} ({error.strerror}): "
-            "set SLOTKEEPER_HOST or {port.variable} to what can be had."
+            "set SLOTKEEPER_HOST or {port.variable} to an available one."
         )
     return None

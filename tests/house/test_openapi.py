@@ -2,15 +2,18 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 from flask import Flask
+from flask_openapi import APIBlueprint
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from app import api as headings
+from app import factory
 from app.api import openapi
 from app.api.openapi import openapi_document
 from tests.support.api import Api
@@ -111,6 +114,16 @@ def test_what_asks_for_a_key_says_so(described: dict[str, Any], settings: dict[s
     assert keyless == {"get /health/live", "get /health/ready", "post /tasks/callback/{job_id}"}
     for where, operation in _operations(described):
         assert where in keyless or "401" in operation["responses"], where
+
+
+def test_the_views_of_every_module_are_served() -> None:
+    made = {
+        name
+        for path in Path(headings.__file__).parent.glob("*_views.py")
+        for name, value in vars(import_module(f"app.api.{path.stem}")).items()
+        if isinstance(value, APIBlueprint) and value not in factory._APIS
+    }
+    assert made == set()
 
 
 def test_what_a_view_answers_is_made_by_the_class_that_describes_it() -> None:

@@ -31,7 +31,7 @@ class Web:
 
     @property
     def connections(self) -> list[LimitedHttpProtocol]:
-        return self.application.capacity.connections()
+        return self.application.limits.connections()
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """In the event loop's thread."""

@@ -143,7 +143,7 @@ class _Drill:
             self._injector.join()
             if not stalled:
                 self._wait_for_webhooks(database)
-            self._left_over = self._find_left_over()
+            self._left_over = self._find_left_over() + self._find_killed()
             with self._console.status("Reading journals and the database ..."):
                 records = _Records(database)
             with self._console.status("Stopping everything ..."):
@@ -226,6 +226,14 @@ class _Drill:
     def _seconds_since_faults(self) -> float:
         last = max((injection.undone_ns for injection in self._injector.injected), default=time.monotonic_ns())
         return (time.monotonic_ns() - last) / 1e9
+
+    def _find_killed(self) -> list[str]:
+        """Return a line for each process that had enough time to shut down, and had to be killed."""
+        return [
+            f"{injection.fault.target} did not shut down in time, and was killed"
+            for injection in self._injector.injected
+            if injection.killed and injection.fault.kind is Kind.RESTARTS
+        ]
 
     def _find_left_over(self) -> list[str]:
         """Return the leases and runs that are left although every job has ended."""

@@ -21,9 +21,10 @@ from itertools import pairwise
 
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, State
+from tasks.periods import PERIODS_S
 
 COMPLETED = "completed"
-SWEEP_PERIOD_NS = 2_000_000_000  # tasks/beat.py
+SWEEP_PERIOD_NS = round(PERIODS_S["sweep"] * 1e9)
 _ENDS = frozenset(EVENT_TYPES[state] for state in FINAL_STATES)
 _REVIVAL = (EVENT_TYPES[State.DEAD], EVENT_TYPES[State.QUEUED])
 

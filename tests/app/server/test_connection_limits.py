@@ -102,8 +102,8 @@ def test_an_owner_can_reserve_released_bytes_again():
 def test_where_there_is_no_room_whoever_holds_most_gives_way():
     capacity = a_capacity()
     small, large, other = admit(capacity, 3)
-    capacity.reserve_bytes(small, "a", 100, whole=True)
-    capacity.reserve_bytes(large, "a", 800, whole=True)
+    capacity.reserve_bytes(small, "a", 100, unlimited=True)
+    capacity.reserve_bytes(large, "a", 800, unlimited=True)
     assert capacity.reserve_bytes(other, "b", 200)
     assert (small.is_closed, large.is_closed) == (False, True)
 

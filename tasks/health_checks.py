@@ -70,11 +70,11 @@ async def read_report(target: HealthTarget, http: HttpClient) -> ServerReport:
     """Ask a server for its health."""
     asked_ms, server, adapter = now_ms(), target.server, target.adapter
     if adapter is None:
-        return ServerReport(up=True, asked_ms=asked_ms, endpoints=server.endpoints)
+        return ServerReport(up=None, asked_ms=asked_ms, endpoints=server.endpoints)
     health = await ServerSession(adapter, http).health()
     may_have_ended = target.has_quarantine and health.kind in (HealthKind.DOWN, HealthKind.UNKNOWN)
     return ServerReport(
-        up=health.kind is not HealthKind.DOWN,
+        up=None if health.kind is HealthKind.UNKNOWN else health.kind is not HealthKind.DOWN,
         active_jobs=health.active_jobs if health.running_count else None,
         job_ids=health.job_ids,
         asked_ms=asked_ms,

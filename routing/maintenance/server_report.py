@@ -20,10 +20,12 @@ MIN_AGE_MS = 5_000
 class ServerReport:
     """What a server reports.  None: it does not say.  `asked_ms`: when it was asked; None: just now.
 
+    `up`: whether it is well; a server without a health check does not say, which ends no cooldown.
+
     `endpoints`: its address for each model when it was asked; None: as it is registered now.
     """
 
-    up: bool
+    up: bool | None
     active_jobs: int | None = None
     job_ids: frozenset[str] | None = None
     asked_ms: int | None = None
@@ -38,7 +40,7 @@ class ServerReport:
     @property
     def shows_runs(self) -> bool:
         """Whether it says which runs it has, or how many."""
-        return self.up and (self.active_jobs is not None or self.job_ids is not None)
+        return bool(self.up) and (self.active_jobs is not None or self.job_ids is not None)
 
 
 @dataclass(frozen=True, slots=True)

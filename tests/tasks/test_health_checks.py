@@ -146,7 +146,7 @@ def test_a_server_is_asked_once_at_a_time_and_its_error_is_its_own(
 def test_without_a_thread_for_the_loop_the_next_round_asks() -> None:
     with no_thread_left(), pytest.raises(RuntimeError):
         health_checks.health_checks()
-    assert health_checks.health_checks().start([_target("well")])["well"].result(10).up
+    assert health_checks.health_checks().start([_target("well")])["well"].result(10).up is None
 
 
 def test_a_late_report_is_applied_by_one_of_the_next_rounds(

@@ -362,6 +362,13 @@ def test_health_is_asked_as_described(api):
     assert (report.up, report.active_jobs, report.job_ids) == (True, 2, None)
 
 
+def test_a_server_without_a_health_check_is_neither_up_nor_down(api):
+    assert _put(api, {"description": {"health": None}}).status_code == 200
+    body = {"model": "zimg", "server": "gpu0", "endpoint": "http://127.0.0.1:9/x", "slots": 2}
+    assert api.client.post("/admin/register", json=body).status_code == 201
+    assert passes.read_report(api.dispatcher.catalog.get().servers["gpu0"]).up is None
+
+
 def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
     with Scripted(lambda seen: answer({"active_jobs": 1})) as there:
         for model, health in (("a", None), ("b", {"path": "/h"})):

@@ -88,6 +88,18 @@ def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(stage):
     assert "SETUP_FAILED" not in stage.explained(job_id)
 
 
+def test_a_server_without_a_health_check_keeps_its_cooldown_and_says_since_when(stage):
+    stage.register(1)
+    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
+    stage.submit()
+    since = read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms
+    stage.later(100)
+    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=None)})
+    stage.later(100)
+    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
+    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms == since == stage.now - 200
+
+
 def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
     stage.register()
     before = stage.room.dump()

@@ -172,5 +172,5 @@ class Readiness:
                 del self._running[name]
                 problems[name] = future.result()
             else:
-                problems[name] = f"It has not answered within {PROBE_TIMEOUT_S:g} s."
+                problems[name] = f"It could not be checked within {PROBE_TIMEOUT_S:g} s."
         return problems

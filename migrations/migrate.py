@@ -130,7 +130,8 @@ def _answered() -> Iterator[None]:
         yield
     except (OperationalError, InterfaceError) as error:
         reason = (str(error.orig).strip().splitlines() or ["no reason given"])[0]
-        raise DatabaseUnavailable(f"The schema could not be read or changed ({reason}); try again.") from error
+        remedy = "create it (docs/how-to/postgresql.md)" if reason.endswith("does not exist") else "try again"
+        raise DatabaseUnavailable(f"The schema could not be read or changed ({reason}): {remedy}.") from error
 
 
 def _alone(url: str) -> AbstractContextManager[None]:

@@ -159,7 +159,8 @@ class Client:
             raise ClientError(_explain_tls(self.url, error)) from error
         except requests.ConnectionError as error:
             raise ApiUnreachable(
-                f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL."
+                f"Nothing answers at {self.url}: start it with `slotkeeper up`, or set SLOTKEEPER_URL, "
+                "or SLOTKEEPER_HOME to the state folder of an installation on this machine."
             ) from error
         except requests.exceptions.ChunkedEncodingError as error:
             raise ApiUnreachable(f"The answer of {self.url} broke off: try again.") from error

@@ -27,9 +27,8 @@ log = structlog.get_logger(__name__)
 
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _OTHER_SECRET = (
-    "This process has another secret than those that started before it: pushes of results will be refused and "
-    "webhooks signed wrongly. Give all hosts the same SLOTKEEPER_SECRET. If it was replaced on purpose, tell the one "
-    "before in SLOTKEEPER_FORMER_SECRET; if that is lost, delete the key {key!r} in Redis and start again."
+    "Pushed results will be refused and webhooks signed wrongly: give all hosts one SLOTKEEPER_SECRET. If it was "
+    "replaced, set SLOTKEEPER_FORMER_SECRET to the one before; if that is lost, delete the key {key!r} in Redis."
 )
 
 

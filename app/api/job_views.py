@@ -8,6 +8,7 @@ from app.api.openapi import admin_blueprint, blueprint, problem_responses, respo
 from app.auth.access import visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
+from app.problems import printable_text
 from app.request_deadline import answered_in_time
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
 from app.schemas.job_schemas import (
@@ -140,7 +141,8 @@ def visible_job(job_id: str) -> Job:
     if job is None and (full_id := _resolve_short_id(job_id, tenant)) is not None:
         job = store.get(full_id)
     if job is None or tenant not in (None, job.tenant):
-        raise JobNotFound("There is no such job, or it has been removed.", job_id=job_id)
+        detail = f"No job that you may see has the id {printable_text(job_id)!r}; it may be deleted."
+        raise JobNotFound(detail, job_id=job_id)
     return job
 
 

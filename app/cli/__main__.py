@@ -33,10 +33,11 @@ _GROUPS = (
 def main() -> None:
     """Dispatch GPU inference: durable queue, exact order, one slot per job.
 
-    Commands call the API at SLOTKEEPER_URL (default: http://127.0.0.1:8000, or SLOTKEEPER_PORT of this host) with the
-    key in SLOTKEEPER_KEY.  If your own certificate authority signed the certificate of the API, set SLOTKEEPER_CA to
-    the file with the certificate of that authority.  Exit status: 0 success; 1 failure, for example of a job with
-    --wait; 2 wrong usage; 3 unknown, because the API did not answer; 130 interrupted by Ctrl-C.
+    Commands call the API at SLOTKEEPER_URL with the key in SLOTKEEPER_KEY.  Without it they call the installation
+    on this machine whose state folder SLOTKEEPER_HOME names (default: ./var), or http://127.0.0.1:8000.  If your
+    own certificate authority signed the certificate of the API, set SLOTKEEPER_CA to the file with its certificate.
+    Exit status: 0 success; 1 failure, for example of a job with --wait; 2 wrong usage; 3 unknown, because the API
+    did not answer; 130 interrupted by Ctrl-C.
 
     \b
     Completion in bash (also zsh_source, fish_source):

@@ -16,12 +16,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
 from app.cli.findings import Check, Finding
+from app.cli.output import api_url
 from app.cli.settings_checks import settings
-from app.config import AppSettings, local_address
 from migrations import migrate
 from routing.config import RoutingSettings
 from routing.maintenance import task_runs
@@ -59,6 +60,7 @@ def prepare() -> None:
     """Have Celery and SQLAlchemy import what they import on first use, which fails at random in several threads."""
     uses: list[Callable[[], object]] = [
         lambda: celery.connection_for_write().release(),
+        api_url,
         services.catalog,
         services.processes,
         services.scripts,
@@ -107,7 +109,12 @@ def folder() -> Iterator[Finding]:
     storage = StorageSettings()
     home = storage.home.absolute()
     if storage.database_url and RoutingSettings().redis_url and TaskSettings().secret:
-        yield Finding("folder", "ok", "No state folder is needed: database, Redis and secret are elsewhere.")
+        message = "No state folder is needed: database, Redis and secret are elsewhere."
+        if is_private_folder(home):
+            yield Finding("folder", "ok", message)
+        else:
+            remedy = "Set SLOTKEEPER_HOME to a folder that only this user can enter (mkdir -m 700)."
+            yield Finding("folder", "warn", f"{message}  But without one no worker's death can be proved.", remedy)
     elif not home.is_dir():
         remedy = "Set SLOTKEEPER_HOME to the state folder of this installation; for a new one run `slotkeeper migrate`."
         yield Finding("folder", "fail", f"There is no state folder {home}.", remedy)
@@ -372,19 +379,18 @@ def _compare_secrets(source: str) -> Iterator[Finding]:
 
 def port() -> Iterator[Finding]:
     """Check that a process listens at the API's address, unless the API runs on other hosts."""
-    api, hosts = AppSettings(), set[str]()
+    url, hosts = urlsplit(api_url()), set[str]()
     with suppress(RedisError):
         hosts = {process.host for process in services.processes().read_all() if process.role == "web"}
     if hosts and socket.gethostname() not in hosts:
         yield Finding("port", "ok", f"The API runs on {', '.join(sorted(hosts))}.")
         return
-    host = local_address(api.host)
     try:
-        with socket.create_connection((host, api.port), 2):
-            yield Finding("port", "ok", f"A process listens on the API's port {api.port}.")
+        with socket.create_connection((url.hostname or "", url.port or (443 if url.scheme == "https" else 80)), 2):
+            yield Finding("port", "ok", f"A process listens at {url.geturl()}, the API's address.")
     except OSError:
-        message = f"No process listens on {host}:{api.port}, the API's port."
-        yield Finding("port", "warn", message, "Start `python -m app.server`, or set SLOTKEEPER_PORT to its port.")
+        remedy = "Start it with `slotkeeper up`, or a role `web`; or set SLOTKEEPER_URL to where it listens."
+        yield Finding("port", "warn", f"No process listens at {url.geturl()}, the API's address.", remedy)
 
 
 CHECKS: Mapping[str, Check] = {

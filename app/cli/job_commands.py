@@ -191,13 +191,19 @@ def print_jobs(jobs: list[Job], as_json: bool) -> None:
             job["attempts"],
             job["slot"],
             age(job["created_at"]),
-            ((job.get("error") or job.get("last_error")) or {}).get("code"),
+            _error_code(job),
         )
         for job in jobs
     )
     print_table(
         ("job", "model", "status", "priority", "attempts", "slot", "age", "error"), rows, "There are no such jobs."
     )
+
+
+def _error_code(job: Job) -> str | None:
+    """Return the code of a job's last error; of a dead job, that of its last attempt."""
+    error = job.get("error") or job.get("last_error") or {}
+    return error.get("last_code") or error.get("code")
 
 
 @click.command("job")
@@ -303,15 +309,15 @@ def print_attempts(attempts: list[dict[str, Any]]) -> None:
     rows = (
         (
             None if attempt["unreached"] else attempt["attempt"],
+            _format_outcome(attempt),
+            _format_error(attempt["error"]),
             attempt["slot"],
             short_time(attempt["started_at"]),
             short_time(attempt["ended_at"]),
-            _format_outcome(attempt),
-            _format_error(attempt["error"]),
         )
         for attempt in attempts
     )
-    print_table(("attempt", "slot", "started", "ended", "outcome", "error"), rows, "The job has not started yet.")
+    print_table(("attempt", "outcome", "error", "slot", "started", "ended"), rows, "The job has not started yet.")
 
 
 def _format_outcome(attempt: dict[str, Any]) -> str | None:

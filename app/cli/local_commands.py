@@ -88,8 +88,9 @@ def _require_flower_password() -> None:
 def migrate(revision: str | None, yes: bool, force: bool) -> None:
     """Bring the database to the schema of this release.
 
-    Use --to before you install an older release: it goes back to the schema that the older release needs.  This drops
-    newer columns with their content, so make a backup first.  Stop all processes before it: it refuses while one runs.
+    Processes may run meanwhile.  Use --to before you install an older release: it goes back to the schema that the
+    older release needs, and drops newer columns with their content.  Before that, make a backup and stop all processes;
+    it refuses while one runs.
     """
     from migrations.migrate import dropped_by, migrate_to, upgrade
     from slotkeeper.config import StorageSettings

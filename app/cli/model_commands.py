@@ -180,7 +180,8 @@ def _print_model(state: dict[str, Any]) -> None:
 def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Change settings of a model; the others stay.
 
-    A value is JSON; a word without quotes is a string.
+    A value is JSON; a word without quotes is a string.  `slotkeeper models show MODEL` lists the settings, and
+    docs/how-to/models.md explains them.
 
     \b
     slotkeeper models configure flux model_type=async poll_interval=0.5
@@ -193,6 +194,8 @@ def configure_model(model: str, settings: tuple[str, ...], as_json: bool) -> Non
         print_json(answer)
         return
     print_fields({name: answer["config"].get(name) for name in changes})
+    if not api.get(f"/admin/models/{path_segment(model)}")["servers"]:
+        echo(f"No server serves {escape_line(model)} yet: see `slotkeeper models list`.", err=True)
 
 
 def _overrides(api: Any, path: str) -> dict[str, Any]:

@@ -218,10 +218,10 @@ def audit(limit: int, as_json: bool, export: Path | None, **filters: str | None)
         print_json(acts)
         return
     rows = [
-        (act["at"], act["actor"], act["interface"], act["act"], _format_target(act), act["reason"], act["origin"])
+        (act["at"], act["actor"], act["act"], _format_target(act), act["reason"], act["interface"], act["origin"])
         for act in acts
     ]
-    print_table(("at", "by", "interface", "act", "what", "reason", "from"), rows, "There are no such acts.")
+    print_table(("at", "by", "act", "what", "reason", "interface", "from"), rows, "There are no such acts.")
 
 
 def _format_target(act: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slotkeeper.client import Client
 
 _LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|\[::1\]|localhost)(:[0-9]+)?")
+_LISTENING = ("SLOTKEEPER_PORT", "SLOTKEEPER_HOST", "SLOTKEEPER_TLS_CERTIFICATE")
 _GAP = 2  # characters between two columns of a table
 _LAST_COLUMN = 24  # The last column of a table may be made as narrow as this.
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -35,12 +36,15 @@ def api_client() -> "Client":
     """Return a client for the API that the environment variables name."""
     from slotkeeper.client import Client
 
-    environ, ca = os.environ, os.environ.get("SLOTKEEPER_CA") or None
-    if url := environ.get("SLOTKEEPER_URL"):
-        return Client(url, environ.get("SLOTKEEPER_KEY"), ca)
-    url = _local_url()
+    url, key, ca = api_url(), os.environ.get("SLOTKEEPER_KEY"), os.environ.get("SLOTKEEPER_CA") or None
     # The certificate of an API on this machine names its public address.
-    return Client(url, environ.get("SLOTKEEPER_KEY"), ca or (False if _LOOPBACK.fullmatch(url) else None))
+    is_own = not os.environ.get("SLOTKEEPER_URL") and _LOOPBACK.fullmatch(url)
+    return Client(url, key, ca or (False if is_own else None))
+
+
+def api_url() -> str:
+    """Return the URL of the API that the environment variables name.  Raises ClickException."""
+    return os.environ.get("SLOTKEEPER_URL") or _local_url()
 
 
 def _local_url() -> str:
@@ -49,7 +53,7 @@ def _local_url() -> str:
     The key is sent to this URL, and another user may have created `var` in the current folder.  So that file must be in
     a private folder and name this machine.  Raises ClickException.
     """
-    if os.environ.get("SLOTKEEPER_PORT"):
+    if any(os.environ.get(name) for name in _LISTENING):
         from app.config import AppSettings, local_api_url
 
         return local_api_url(AppSettings())
@@ -107,7 +111,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[Any]], nothing: s
         table.add_row(*row[:count])
     screen.print(table)
     if left_out := ", ".join(filter(None, titles[count:])):
-        echo(f"This terminal is too narrow for: {left_out}.", err=True)
+        echo(f"This terminal is too narrow for: {left_out}.  A wider one, a pipe and --json have them.", err=True)
 
 
 def print_fields(facts: Mapping[str, Any], without: Iterable[str] = ()) -> None:

@@ -41,17 +41,17 @@ def _print_servers(listed: list[dict[str, Any]]) -> None:
     rows = (
         (
             server["server"],
+            model,
             server["state"],
             server["slots"],
             _format_status(server),
-            model,
             endpoint,
             _format_attributes(server["attributes"]),
         )
         for server in listed
         for model, endpoint in (server["models"] or {"-": "-"}).items()
     )
-    titles = ("server", "state", "slots", "now", "model", "endpoint", "attributes")
+    titles = ("server", "model", "state", "slots", "now", "endpoint", "attributes")
     empty = "There are no servers.  Register one with: slotkeeper servers register MODEL SERVER URL"
     print_table(titles, rows, empty)
 

@@ -7,7 +7,9 @@ from difflib import get_close_matches
 from pydantic_settings import BaseSettings
 
 from app.cli.findings import Finding
+from app.config import SETTINGS, AppSettings, is_loopback
 from slotkeeper.errors import InvalidSetting
+from tasks.config import TaskSettings
 
 _CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY", "SLOTKEEPER_CA"})
 
@@ -33,8 +35,6 @@ def settings() -> Iterator[Finding]:
 
 
 def _settings_classes() -> list[type[BaseSettings]]:
-    from app.config import SETTINGS
-
     return list(SETTINGS.values())
 
 
@@ -59,9 +59,6 @@ def has_invalid_setting() -> bool:
 
 def _find_contradictions() -> Iterator[Finding]:
     """Yield a finding for each combination of settings that does not work."""
-    from app.config import AppSettings, is_loopback
-    from tasks.config import TaskSettings
-
     api, tasks, is_consistent = AppSettings(), TaskSettings(), True
     try:
         api.check_exposure()

@@ -115,7 +115,10 @@ def wait_for_jobs(api: "Client", jobs: list[Job]) -> list[Job]:
         return [dict(api.wait_for_job(job["job_id"], on_pause=_print_pause)) for job in jobs_shown]
     except KeyboardInterrupt:
         hint = f"The job continues; wait for it with: slotkeeper job {jobs[0]['job_id']} --wait"
-        echo(hint if len(jobs) == 1 else f"The {len(jobs)} jobs continue; see them with: slotkeeper jobs", err=True)
+        if len(jobs) > 1:
+            ids = "\n".join(job["job_id"] for job in jobs)
+            hint = f"The {len(jobs)} jobs continue; see each with: slotkeeper job ID\n{ids}"
+        echo(hint, err=True)
         sys.exit(INTERRUPTED)
 
 
@@ -226,7 +229,7 @@ def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
             | {"run": run_state.name}
         )
     else:
-        echo(f"{run_state.accepted} jobs were accepted{_format_known(run_state)}, {run_state.refused} lines refused.")
+        echo(f"Accepted: {run_state.accepted} jobs{_format_known(run_state)}.  Refused: {run_state.refused} lines.")
         if run_state.batch is not None:
             echo(f"See their progress with: slotkeeper batches show {run_state.batch}", err=True)
     if run_state.refused:
@@ -249,7 +252,7 @@ class _Run:
 
 
 def _format_known(run: _Run) -> str:
-    return f", {run.known} had been accepted before" if run.known else ""
+    return f", and {run.known} had been accepted before" if run.known else ""
 
 
 def _format_interruption(run: _Run, command: str) -> str:

@@ -44,7 +44,9 @@ class ServerChecks:
         slots, found = self._dispatcher.slots, self._by_fleet(reports)
         troubled = slots.list_troubled(list(found))
         known = [(server, report) for fleet in troubled for server, report in found[fleet]]
-        slots.cool_down_all({(server.fleet, server.name): report.why_down for server, report in known if report.up is False})
+        slots.cool_down_all(
+            {(server.fleet, server.name): report.why_down for server, report in known if report.up is False}
+        )
         slots.note_silence(
             {
                 (server.fleet, server.name): report.is_silent

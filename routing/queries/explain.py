@@ -123,7 +123,7 @@ def breaker_reason(why: str) -> str:
 def _explain_delayed(job: Job) -> Explanation:
     if job.failures:
         error = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
-        sentence = f"attempt {job.attempts} failed ({error}), and it returns to its place for the next"
+        sentence = f"attempt {job.attempts} failed ({error}); before the next, at its old place, it pauses"
         return _waiting_for(Blocker("retry", sentence, until_ms=job.due_ms))
     return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
 
@@ -134,6 +134,10 @@ def _describe_state(job: Job) -> str:
         canceling = ", and a cancel is requested" if job.cancel_requested_ms is not None else ""
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
     ended = f"It has ended: {job.state}.  {END_SENTENCES[Reason(job.why)]}"
+    if job.state in (State.DEAD, State.FAILED):
+        ended += f"  Its error: {job.error_code}: {(job.error_message or '').rstrip('.')}."
+    if job.state is State.DEAD:
+        ended += f"  To try it again: slotkeeper dlq retry {job.id}"
     return f"{ended}  {NULL_RESULT}" if job.result == "null" else ended
 
 

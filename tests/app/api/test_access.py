@@ -109,6 +109,7 @@ def test_another_tenants_job_looks_like_none(api: Api, settings: dict[str, str])
     real = api.client.get(f"/queue/jobs/{job.id}", headers=zeta).json
     none = api.client.get("/queue/jobs/none", headers=zeta).json
     hidden = {"instance": "", "job_id": ""}
+    real["detail"] = real["detail"].replace(job.id, "none")
     assert real | hidden == none | hidden
 
 

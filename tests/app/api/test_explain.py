@@ -265,7 +265,12 @@ def test_an_ended_job_says_how(timed_api: TimedApi, state: State) -> None:
     job = a_job_in(timed_api.dispatcher.store, state)
     found = timed_api.explain(job.id)
     assert (found["status"], found["waits_for"]) == (state, [])
-    assert found["sentence"] == f"It has ended: {state}.  {END_SENTENCES[Reason(job.why)]}"
+    sentence = f"It has ended: {state}.  {END_SENTENCES[Reason(job.why)]}"
+    if state in (State.DEAD, State.FAILED):
+        sentence += "  Its error: model_error: out of memory."
+    if state is State.DEAD:
+        sentence += f"  To try it again: slotkeeper dlq retry {job.id}"
+    assert found["sentence"] == sentence
 
 
 def test_a_completed_job_without_a_result_says_where_the_result_was_looked_for(timed_api: TimedApi) -> None:

@@ -123,7 +123,7 @@ def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> No
     assert reasons(api) == ["misconfigured", "nothing_waits"]
     assert "404: no such route" in api.client.get("/admin/servers/gpu1/check").json["sentence"]
     explained = api.client.get(f"/queue/jobs/{task.run.job.id}/explain").json["sentence"]
-    assert "attempt 1 failed (misconfigured: the server answered 404: no such route), and" in explained
+    assert "attempt 1 failed (misconfigured: the server answered 404: no such route); before the next" in explained
 
 
 def test_a_server_that_is_paused_says_by_whom_and_why(api: Api) -> None:

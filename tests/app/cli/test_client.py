@@ -43,7 +43,8 @@ def test_a_server_that_does_not_run_is_one_line_that_says_how_to_start_it(monkey
     done = run("jobs")
     assert done.exit_code == 3
     assert done.stderr == (
-        f"Error: Nothing answers at http://127.0.0.1:{port}: start it with `slotkeeper up`, or set SLOTKEEPER_URL.\n"
+        f"Error: Nothing answers at http://127.0.0.1:{port}: start it with `slotkeeper up`, or set SLOTKEEPER_URL, "
+        "or SLOTKEEPER_HOME to the state folder of an installation on this machine.\n"
     )
 
 
@@ -178,7 +179,7 @@ def test_a_file_is_submitted_in_order_without_its_bad_lines(api: HTTPServer, tmp
     path.write_text("\n".join(lines))
     done = run("submit-file", str(path), "--run", 'to"day')
     assert done.exit_code == 1
-    assert "447 jobs were accepted, 2 lines refused." in done.stdout
+    assert "Accepted: 447 jobs.  Refused: 2 lines." in done.stdout
     assert re.findall("^Line ([0-9]+):", done.stderr, re.MULTILINE) == ["4", "441"]
     assert "Correct the refused lines in the file, and submit them with: slotkeeper submit-file" in done.stderr
     assert [job["payload"]["n"] for job in batches.accepted] == [n for n in range(450) if n not in (3, 7, 440)]  # type: ignore[index]
@@ -190,10 +191,10 @@ def test_a_line_that_is_taken_out_makes_no_other_line_a_new_job(api: HTTPServer,
     batches, path = Batches(api), tmp_path / "jobs.ndjson"
     lines = [f'{{"model": "zimg", "payload": {{"n": {n // 2}}}}}' for n in range(450)]  # Each stands there twice.
     path.write_text("\n".join([*lines[:99], "bad", *lines[99:]]))
-    assert "450 jobs were accepted, 1 lines refused." in run("submit-file", str(path), "--run", "mine").stdout
+    assert "Accepted: 450 jobs.  Refused: 1 lines." in run("submit-file", str(path), "--run", "mine").stdout
     path.write_text("\n".join(lines))
     again = run("submit-file", str(path), "--run", "mine")
-    assert "0 jobs were accepted, 450 had been accepted before" in again.stdout
+    assert "Accepted: 0 jobs, and 450 had been accepted before." in again.stdout
     assert len(batches.accepted) == 450
 
 
@@ -275,7 +276,7 @@ def test_the_command_printed_at_ctrl_c_goes_on_with_the_run(
     assert [job["payload"]["n"] for job in batches.accepted] == list(range(450))  # type: ignore[index]
     facts = json.loads(done.stdout)
     assert (facts["accepted"], facts["known"], facts["refused"]) == (250, 200, 0)
-    assert "0 jobs were accepted, 450 had been accepted before" in run(*command[1:]).stdout
+    assert "Accepted: 0 jobs, and 450 had been accepted before." in run(*command[1:]).stdout
 
 
 def test_all_lines_of_a_file_are_one_batch(api: HTTPServer, tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def test_a_state_folder_that_is_missing_open_or_not_needed_is_reported(
     }.items():
         monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
     (elsewhere,) = _findings_of("folder")
+    assert elsewhere.level == "warn" and "no worker's death can be proved" in elsewhere.message
+    home.mkdir(mode=0o700)
+    (elsewhere,) = _findings_of("folder")
     assert elsewhere.level == "ok" and "No state folder is needed" in elsewhere.message
 
 

@@ -48,7 +48,9 @@ def test_columns_are_left_out_from_the_right_and_none_is_cut(columns: int, left_
     assert all(len(line) <= columns for line in lines if line not in notes)
     assert any(JOB_ID[-8:] in line for line in lines), "the id is short, and can be given to a command"
     assert "…" not in "".join(lines)
-    assert notes == ([f"This terminal is too narrow for: {left_out}."] if left_out else [])
+    assert notes == (
+        [f"This terminal is too narrow for: {left_out}.  A wider one, a pipe and --json have them."] if left_out else []
+    )
 
 
 def test_a_pipe_gets_every_column_and_whole_ids() -> None:

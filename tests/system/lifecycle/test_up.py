@@ -195,7 +195,7 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
     lines.write_text('{"model": "zimg", "payload": {"seconds": 0.01}}\n\n{"model": "none", "payload": {}}\n' * 2)
     done = run("submit-file", str(lines), "--run", "once")
     assert done.exit_code == 1
-    assert "2 jobs were accepted, 2 lines refused." in done.stdout
+    assert "Accepted: 2 jobs.  Refused: 2 lines." in done.stdout
     assert re.search(r"Line 3: .*none", done.stderr)
     before = ask("ledger")["accepted"]
     assert "2 had been accepted before" in run("submit-file", str(lines), "--run", "once").stdout

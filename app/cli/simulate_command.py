@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from app.cli.output import json_option, print_json
-from app.terminal import console, echo
+from app.terminal import console
 from slotkeeper.registry.policies import list_names
 
 if TYPE_CHECKING:
     from app.simulate.scenario import Scenario
     from app.simulate.simulation import Progress
-
-_RETRY_INTERRUPT_S = 0.01
 
 _PLAN_FIELDS = (
     "duration",
@@ -85,7 +83,11 @@ _OPTIONS = (
     click.option("--outages", "outages_per_day", type=float, help="Outages of each server per day.  [default: 0]"),
     click.option("--start-latency", metavar="TIME", help="Time from an offer to the start.  [default: 0]"),
     click.option("--swap", metavar="TIME", help="Time to load another model on a server.  [default: 0]"),
-    click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Write SVG files into this folder."),
+    click.option(
+        "--plots",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Draw SVG files into this folder (needs matplotlib).",
+    ),
 )
 
 
@@ -116,7 +118,7 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
     from app.simulate.simulated_catalog import Variant
     from app.simulate.terminal_report import show
 
-    with _errors_as_sentences(), _stoppable():
+    with _errors_as_sentences():
         variants = [
             Variant(policy, count, options["settings"], options["speed_ups"])
             for policy, count in product(policies or (None,), slots or (None,))
@@ -228,42 +230,6 @@ def _errors_as_sentences() -> Iterator[None]:
         raise click.ClickException(error.detail) from error
     except RedisError as error:
         raise click.ClickException(f"The simulation failed: {error}") from error
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the simulation as Ctrl-C does; ignore further signals during the cleanup."""
-    import signal
-
-    from app.up.supervisor import STOPPING
-
-    def stop(number: int, _: object) -> None:
-        for stopping in STOPPING:
-            signal.signal(stopping, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
-        """Raise the interrupt again: Python discards an exception that is raised in a destructor."""
-        if unraisable.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, _RETRY_INTERRUPT_S)
-        else:
-            previous_hook(unraisable)
-
-    previous_handlers = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
-    for number, handler in previous_handlers.items():
-        if handler is not signal.SIG_IGN or number == signal.SIGINT:
-            signal.signal(number, stop)
-    previous_hook, sys.unraisablehook = sys.unraisablehook, raise_again
-    try:
-        yield
-    except KeyboardInterrupt:
-        echo("Stopped; nothing is left running.", err=True)
-        sys.exit(130)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = previous_hook
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 from app.simulate.scenario import Job, Outcome
@@ -317,9 +316,3 @@ def distribution(jobs: Iterable[Job], at_s: Sequence[float]) -> list[float]:
     """Return, for each of these times, the share of jobs that waited no longer."""
     waits = sorted(job.wait_ms / 1000 for job in jobs if job.wait_ms is not None)
     return [bisect_right(waits, limit) / max(len(waits), 1) for limit in at_s]
-
-
-def doubling(max_s: float) -> list[float]:
-    """Return the times, in seconds, at which a distribution is evaluated: 0, then from 0.1 s, eight per doubling."""
-    steps = [0.0, *accumulate([0.1] + [2 ** (1 / 8)] * 400, lambda a, b: a * b)]
-    return [step for step in steps if step < max_s] + [max(max_s, 0.1)]

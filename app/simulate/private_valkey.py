@@ -1,9 +1,7 @@
 """A private Valkey for the simulator: in memory, on a Unix socket, and stopped when the simulation ends."""
 
-import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,6 @@ from redis.retry import Retry
 
 from app.simulate.scenario import SimulationError
 from app.up.guardian import Guardian
-from app.up.supervisor import STOPPING
 from app.up.valkey_server import find_valkey
 
 _START_S = 20.0
@@ -28,21 +25,19 @@ def private_valkey() -> Iterator[Redis]:
     """Start an empty server and yield a client.  Raises UpError, and SimulationError if it does not start."""
     program = find_valkey()
     with Guardian() as guardian:
-        with _delayed_signals():
-            folder = tempfile.TemporaryDirectory(prefix="slotkeeper-", dir=_short_folder())
-            process = _launch(program, Path(folder.name))
-            guardian.add(process.pid)
+        folder = tempfile.TemporaryDirectory(prefix="slotkeeper-", dir=_short_folder())
+        process = _launch(program, Path(folder.name))
+        guardian.add(process.pid)
         try:
             with _connect(process, Path(folder.name)) as redis:
                 # The connection stays open, so that the socket's folder can be removed at once.
                 folder.cleanup()
                 yield redis
         finally:
-            with _delayed_signals():
-                process.kill()
-                process.wait()
-                guardian.drop(process.pid)
-                folder.cleanup()
+            process.kill()
+            process.wait()
+            guardian.drop(process.pid)
+            folder.cleanup()
 
 
 def _launch(program: str, folder: Path) -> "subprocess.Popen[bytes]":
@@ -81,24 +76,3 @@ def _connect(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
 def _short_folder() -> str | None:
     """Return a folder with a path short enough for a socket; None: the default folder for temporary files."""
     return "/tmp" if len(tempfile.gettempdir().encode()) > _MAX_FOLDER_LENGTH else None
-
-
-@contextmanager
-def _delayed_signals() -> Iterator[None]:
-    """Context manager: delay signals that stop the process until it ends, so that no step is left incomplete."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    # SIGALRM: a handler may use it to repeat a signal.
-    handlers = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
-    for number in handlers:
-        if handlers[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number_received in received[:1]:
-        signal.raise_signal(number_received)

@@ -1,5 +1,6 @@
 """Statistics of outcomes, and their plots."""
 
+import sys
 import xml.etree.ElementTree as xml
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ from app.simulate.outcome_statistics import entitlement, overtaken, percentile, 
 from app.simulate.scenario import Job, SimulationError
 from app.simulate.terminal_report import duration, duration_pair, sparkline
 from tests.app.simulate.scenarios import SECOND, T0, a_catalog, a_scenario, poisson
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def a_job(number: int, arrival: float, start: float, run: float = 10, **more) -> Job:
@@ -143,16 +146,25 @@ def test_a_sparkline_shows_the_maximum_of_each_block():
 @pytest.mark.parametrize("hours", [0.5, 6, 24, 24 * 7, 24 * 90])
 def test_plots_are_svg_with_axes_and_a_line_for_each_variant(tmp_path, hours):
     jobs = [a_job(n, n * hours * 36, n * hours * 37) for n in range(100)]
-    outcomes = [an_outcome(*jobs, hours=hours, name=name) for name in ("fifo", "<b>&")]
+    outcomes = [an_outcome(*jobs, hours=hours, name=name) for name in ("_fifo", "<b>$&")]
     written = plots.write(tmp_path / "new", [summarize(outcome) for outcome in outcomes], outcomes)
     assert [path.name for path in written] == ["waits.svg", "waiting.svg", "use.svg", "distribution.svg"]
     for path in written:
-        svg = xml.fromstring(path.read_text())
-        texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
-        assert any("<b>&" in (text or "") for text in texts)
-        assert {"hours", "minutes", "days", "wait"} & set(texts)
-        places = [float(element.get("y")) for element in svg.iter("{http://www.w3.org/2000/svg}text")]
-        assert all(0 <= place <= 300 for place in places)
+        texts = [element.text or "" for element in xml.fromstring(path.read_text()).iter(f"{SVG}text")]
+        assert [text for text in texts if "<b>$&" in text] and [text for text in texts if "_fifo" in text]
+        assert path.stem == "distribution" or {"hours", "minutes", "days"} & set(texts)
+
+
+def test_the_same_outcome_gives_the_same_plots(tmp_path):
+    outcome = an_outcome(a_job(1, 0, 3600))
+    first, second = (plots.write(tmp_path / name, [summarize(outcome)], [outcome]) for name in "ab")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SimulationError, match=r"pip install 'slotkeeper\[plots\]'"):
+        plots.write(tmp_path, [summarize(an_outcome())], [an_outcome()])
 
 
 def test_plots_without_jobs_are_valid(tmp_path):

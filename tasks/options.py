@@ -39,7 +39,7 @@ _IGNORED_OPTIONS = frozenset(
 )
 _ACCEPTED_DEFAULTS = {"queue": ("celery",), "retries": (0,), "serializer": ("json",)}
 _ROUTING_HINT = (
-    "a job waits in the room of its model; constraints say which servers may run it, priority how urgent it is"
+    "a job waits in the queue of its model; constraints say which servers may run it, priority how urgent it is"
 )
 _LIMITS_HINT = "a run is limited by its model's max_poll_time, a job's life by expires"
 _PUBLISHING_HINT = "no message is published: the job is in the record before the call returns"

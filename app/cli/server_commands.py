@@ -204,12 +204,16 @@ def register_server(
         body["description"] = read_json(description, "--description")
     if attributes:
         body["attributes"] = read_attributes(attributes)
-    answer = api_client().post("/admin/register", body)
+    api = api_client()
+    answer = api.post("/admin/register", body)
     if as_json:
         print_json(answer)
-    else:
-        slots = answer["slots"]
-        echo(escape_line(f"{server} serves {model} on {slots} slot{'s' * (slots != 1)}."))
+        return
+    slots = answer["slots"]
+    echo(escape_line(f"{server} serves {model} on {slots} slot{'s' * (slots != 1)}."))
+    for reason in api.get(f"/admin/servers/{path_segment(server)}/check")["reasons"]:
+        if reason["code"] != "nothing_waits":
+            echo(escape_line(reason["sentence"]), err=True)
 
 
 @servers.command("remove")

@@ -77,8 +77,8 @@ def status_body(run: Run) -> dict[str, Any]:
     return body | {"retryable": ending.retryable} if ending.state is State.FAILED else body
 
 
-def health(now: Health, about: dict[str, str]) -> Response:
-    """Return the response of `/health`.  `about` has the fields model, mode and endpoint."""
+def health(now: Health, about: dict[str, str | bool]) -> Response:
+    """Return the response of `/health`.  `about` has the fields model, mode, streams and endpoint."""
     return answer(
         200,
         {

@@ -50,7 +50,12 @@ class ProtocolRoutes:
         self._scheduler, self._executor = engine, runner
         self._endpoint, self._asynchronous = endpoint, asynchronous
         self._push, self._cancelable, self._streams = push, cancelable, streams
-        self._about = {"model": model, "mode": "async" if asynchronous else "sync", "endpoint": endpoint}
+        self._about: dict[str, str | bool] = {
+            "model": model,
+            "mode": "async" if asynchronous else "sync",
+            "streams": streams and not asynchronous,
+            "endpoint": endpoint,
+        }
 
     def handle(self, request: Request) -> Response:
         """Return the response to a request.  Waits for the run if the endpoint is sync."""

@@ -77,9 +77,9 @@ def test_llama_cpp_is_not_recognized_as_kserve(scripted):
 
 
 def test_only_these_presets_have_no_signs():
-    """A plain server has none, RunPod's cloud requires a key, and a server streams only if the request demands it."""
+    """A plain server has none, RunPod's cloud requires a key, and cog streams only if the request demands it."""
     with_signs = {name for name in presets.names() if presets.info(name).signs}
-    assert set(presets.names()) - with_signs == {GENERIC, "runpod-endpoint", "cog-stream", "slot-protocol-stream"}
+    assert set(presets.names()) - with_signs == {GENERIC, "runpod-endpoint", "cog-stream"}
 
 
 def test_for_a_server_without_signs_the_generic_preset_is_tried(scripted):

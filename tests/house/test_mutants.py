@@ -4,7 +4,7 @@ from collections import Counter
 
 from tests.nightly.mutants.all import MUTANTS
 from tests.nightly.mutants.operators import REPO, MisplacedMutantError
-from tests.nightly.mutants.runner import locate_test
+from tests.nightly.mutants.runner import locate_test, read_outcomes
 
 
 def test_the_place_of_each_mutant_is_found_exactly_once():
@@ -32,3 +32,12 @@ def test_the_tests_of_each_mutant_exist_exactly_once():
 
 def _names() -> Counter[str]:
     return Counter(mutant.name for mutant in MUTANTS)
+
+
+def test_a_test_that_fails_for_a_name_that_does_not_exist_kills_nothing():
+    report = """<testsuites><testsuite>
+      <testcase classname="tests.a" name="test_well" />
+      <testcase classname="tests.a" name="test_guard[1]"><failure message="assert 1 == 2">E assert</failure></testcase>
+      <testcase classname="tests.a" name="test_typo"><failure message="NameError: name 'x'">E</failure></testcase>
+    </testsuite></testsuites>"""
+    assert read_outcomes(report) == ({"tests/a.py::test_well"}, {"tests/a.py::test_guard"})

@@ -26,6 +26,8 @@ from tests.nightly.mutants.operators import REPO, Mutant
 
 _COPIED_BESIDE_PACKAGES = ("docs", "celeryconfig.py", "setup.cfg")
 _LONGEST_S, _LONGEST_OF_MUTANT_S = 180, 20
+# A mutant that names what does not exist breaks the code, whatever guard it takes out: it proves nothing.
+_MISNAMED = re.compile(r"\b(NameError|UnboundLocalError): ")
 _TEST = re.compile(r"^\s*(?:async )?def (test_\w+)\(", re.MULTILINE)
 
 
@@ -112,12 +114,24 @@ def _run(folder: Path, tests: Sequence[str], *, postgres: bool, longest_s: int) 
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=longest_s)
     except subprocess.TimeoutExpired:
         return set(), set(), f"The tests took longer than {longest_s} s."
-    passed, failed = set[str](), set[str]()
-    for case in ET.parse(report).iter("testcase") if report.exists() else ():
-        name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name'].partition('[')[0]}"
-        has_failed = case.find("failure") is not None or case.find("error") is not None
-        (failed if has_failed else passed).add(name)
+    passed, failed = read_outcomes(report.read_text()) if report.exists() else (set(), set())
     return passed, failed, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def read_outcomes(report: str) -> tuple[set[str], set[str]]:
+    """The tests that passed and those that failed, by a report in the form of JUnit.
+
+    A test that fails because the mutant names what does not exist is in neither.
+    """
+    passed, failed = set[str](), set[str]()
+    for case in ET.fromstring(report).iter("testcase"):
+        name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name'].partition('[')[0]}"
+        faults = [fault for kind in ("failure", "error") if (fault := case.find(kind)) is not None]
+        if not faults:
+            passed.add(name)
+        elif not any(_MISNAMED.search(f"{fault.get('message')}\n{fault.text}") for fault in faults):
+            failed.add(name)
+    return passed, failed
 
 
 def main(words: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ View = TypeVar("View", bound=Callable[..., Any])
 
 
 def answered_in_time(view: View) -> View:
-    """Mark a view that writes, and whose client is told the outcome in time; requests with GET or HEAD always are.
+    """Mark a view that writes and answers within the time limit, as requests with GET or HEAD always do.
 
     Not those that change many rows or the catalog: they would end half-way.
     """

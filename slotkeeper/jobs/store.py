@@ -222,8 +222,11 @@ class JobStore:
 
         return Write(unit, size=len(result or ""))
 
-    def remote_id_write(self, job_id: str, attempt: int, remote_id: str, now_ms: int) -> Write[bool]:
-        """Return the write that stores the server's own id of the job.  It returns False if the run is over."""
+    def remote_id_write(self, job_id: str, attempt: int, remote_id: str | None, now_ms: int) -> Write[bool]:
+        """Return the write that stores the server's own id of the job.  It returns False if the run is over.
+
+        remote_id: None: the server does not have the job after all.
+        """
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now_ms}
         return Write(lambda tx: statements.SET_REMOTE_ID.execute(tx.connection, params) == 1)
 

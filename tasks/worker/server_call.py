@@ -44,8 +44,8 @@ _OVERDUE_UNSENT = Outcome(
 class RunStore(Protocol):
     """What a call stores and reads of its run."""
 
-    def store_remote_id(self, remote_id: str) -> Awaitable[bool]:
-        """Store the server's own id of the job.  Returns False if the run is over."""
+    def store_remote_id(self, remote_id: str | None) -> Awaitable[bool]:
+        """Store the server's own id of the job; None: it has none.  Returns False if the run is over."""
 
     def store_sent_time(self) -> Awaitable[bool]:
         """Store that the request of the run is sent now, later than its start.  Returns False if the run is over."""
@@ -198,9 +198,13 @@ class ServerCall:
 
         The job then waits in its lane.  To offer it again in this slot would only bring it back here.
         """
-        if not self._may_be_at_server or self._watch.earlier_request_is_over:
-            return StopReason.UNSENT
-        return await self._wait_for_earlier_request() or StopReason.UNSENT
+        is_over = not self._may_be_at_server or self._watch.earlier_request_is_over
+        outcome = None if is_over else await self._wait_for_earlier_request()
+        if outcome is not None:
+            return outcome
+        if self.remote_id is not None:  # The next run would ask for it; that there is none would cost a crash.
+            await self._store.store_remote_id(None)
+        return StopReason.UNSENT
 
     async def _wait_for_earlier_request(self) -> Outcome | StopReason | None:
         """Wait until the request of an earlier worker has left the server; None: it has."""

@@ -61,7 +61,7 @@ class DatabaseRunStore:
         self._run, self._io, self._watch, self._parts = worker_run.run, worker_run.io, worker_run.watch, parts
         self._store = parts.dispatcher.store
 
-    def store_remote_id(self, remote_id: str) -> Awaitable[bool]:
+    def store_remote_id(self, remote_id: str | None) -> Awaitable[bool]:
         run, store = self._run, self._store
         return commit_by_clock(self._io, lambda: store.remote_id_write(run.job.id, run.attempt, remote_id, now_ms()))
 

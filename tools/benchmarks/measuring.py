@@ -20,7 +20,7 @@ def print_line(text: str) -> None:
 def empty_database(backend: str) -> Iterator[str]:
     """Context manager: the URL of a database with tables and no rows.
 
-    backend: "sqlite"; "memory": SQLite in a file system in memory; "postgresql": of a server of its own.
+    backend: "sqlite"; "memory": SQLite in a file system in memory; "postgresql": on a server that is started for it.
     """
     with ExitStack() as stack:
         if backend == "postgresql":

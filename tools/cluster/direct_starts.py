@@ -43,6 +43,6 @@ def store_start(
     return store.database.commit(write)
 
 
-def store_remote_id(store: JobStore, job_id: str, attempt: int, remote_id: str, now_ms: int) -> bool:
-    """Store the server's own id of a running job.  False: this run is over."""
+def store_remote_id(store: JobStore, job_id: str, attempt: int, remote_id: str | None, now_ms: int) -> bool:
+    """Store the server's own id of a running job, or that it has none.  False: this run is over."""
     return store.database.commit(store.remote_id_write(job_id, attempt, remote_id, now_ms))

@@ -84,7 +84,7 @@ def test_the_help_and_the_documents_name_every_part() -> None:
     assert sorted(CHECKS.keys() - {part for row in rows for part in row.split(", ")}) == []
 
 
-def test_a_redis_that_wants_another_password_is_told_as_such() -> None:
+def test_a_redis_with_another_password_is_reported_as_such() -> None:
     def broken() -> Iterator[Finding]:
         raise AuthenticationError("Authentication required.")
         yield
@@ -252,9 +252,9 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_told(
     assert found[0].remedy
 
 
-def test_a_wrong_setting_of_two_processes_is_told_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_of_two_processes_is_reported_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_PORT", "x")
-    assert [it.message.partition(":")[0] for it in _findings_of("settings")] == ["SLOTKEEPER_PORT"]
+    assert [finding.message.partition(":")[0] for finding in _findings_of("settings")] == ["SLOTKEEPER_PORT"]
 
 
 def test_no_value_of_a_setting_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,13 @@ def test_lease_3_a_token_from_the_future_is_no_better(database, store):
     assert row_of(database, run.job.id)["state"] == "running"
 
 
+def test_a_remote_id_can_be_taken_back(database, store):
+    run = a_running_job(store)
+    assert store_remote_id(store, run.job.id, run.attempt, "r-1", T0)
+    assert store_remote_id(store, run.job.id, run.attempt, None, LATER)
+    assert store.get(run.job.id).remote_id is None
+
+
 def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, store):
     old = a_running_job(store)
     store_end(store, old.job.id, old.attempt, Reason.SERVER_LOST, T0)

@@ -80,13 +80,14 @@ class FakeServer:
 class FakeRunStore:
     """A store without a database; it calls `store_remote_id` to store an id."""
 
-    def __init__(self, store_remote_id: Callable[[str], bool] = lambda remote_id: True) -> None:
+    def __init__(self, store_remote_id: Callable[[str | None], bool] = lambda remote_id: True) -> None:
         self._store_remote_id = store_remote_id
         self.used: list[str] = []
         """Names of the checks and writes, in order, without those of remote ids."""
         self.is_over = False  # Another process has ended the run.
+        self.is_held = True  # The run may use its slot.
 
-    async def store_remote_id(self, remote_id: str) -> bool:
+    async def store_remote_id(self, remote_id: str | None) -> bool:
         return self._store_remote_id(remote_id)
 
     async def store_sent_time(self) -> bool:
@@ -101,7 +102,7 @@ class FakeRunStore:
 
     async def is_lease_held(self, *, fresh: bool) -> bool:
         self.used.append("lease, read again" if fresh else "lease")
-        return True
+        return self.is_held
 
 
 def make_server_call(

@@ -136,6 +136,16 @@ def test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent(descript
     assert _run_call(session) == (DONE, ["j-1 after 0"])
 
 
+def test_an_id_that_we_give_is_forgotten_if_the_request_is_not_sent():
+    """The next run on that server would ask for it, and the answer that there is none would cost a crash."""
+    stored: list[str | None] = []
+    store = FakeRunStore(lambda remote_id: stored.append(remote_id) or True)
+    store.is_held = False
+    session = FakeSession(GIVEN)
+    outcome, _ = _run_call(session, store=store)
+    assert (outcome, stored, session.requests) == (StopReason.UNSENT, ["j-1", None], [])
+
+
 @pytest.mark.parametrize("description", [{}, {"given_id": "{{job/id}}"}, {**GIVEN, "mode": "sync"}])
 def test_a_server_that_cannot_be_asked_by_it_needs_no_note(description):
     assert _run_call(FakeSession(description, submit=[DONE])) == (DONE, [])

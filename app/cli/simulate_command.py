@@ -1,5 +1,6 @@
 """The command `slotkeeper simulate`."""
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from app.simulate.scenario import Scenario
     from app.simulate.simulation import Progress
 
+_RETRY_INTERRUPT_S = 0.01
 _PLAN_FIELDS = (
     "duration",
     "busy",
@@ -118,7 +120,7 @@ def simulate(policies: Sequence[str], slots: Sequence[str], plots: Path | None, 
     from app.simulate.simulated_catalog import Variant
     from app.simulate.terminal_report import show
 
-    with _errors_as_sentences():
+    with _errors_as_sentences(), _no_interrupt_lost():
         variants = [
             Variant(policy, count, options["settings"], options["speed_ups"])
             for policy, count in product(policies or (None,), slots or (None,))
@@ -230,6 +232,26 @@ def _errors_as_sentences() -> Iterator[None]:
         raise click.ClickException(error.detail) from error
     except RedisError as error:
         raise click.ClickException(f"The simulation failed: {error}") from error
+
+
+@contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Context manager: raise the exception of Ctrl-C again if a destructor or an import has discarded it."""
+
+    def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_INTERRUPT_S)  # outside of the destructor
+        else:
+            former_hook(unraisable)
+
+    former_handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    former_hook, sys.unraisablehook = sys.unraisablehook, raise_later
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = former_hook
+        signal.signal(signal.SIGALRM, former_handler)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from app.cli.__main__ import main
+from app.cli.simulate_command import _no_interrupt_lost
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
@@ -179,6 +180,26 @@ def test_whatever_ends_it_leaves_no_process(short_folder, number):
         # Where Ctrl-C comes while Python executes a text, it ends by the signal, which a shell calls 130, too.
         assert process.returncode in (130, -signal.SIGINT) and said in ("Interrupted.\n", "")
         assert list(short_folder.iterdir()) == []
+
+
+class Dying:
+    """Python discards whatever is raised while it destroys this."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_that_comes_while_an_object_is_destroyed_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), _no_interrupt_lost():
+        Dying()
+        until(lambda: False, "the interrupt")
+
+
+def test_an_interrupt_that_is_to_come_again_ends_nothing_but_the_simulation():
+    handler = signal.getsignal(signal.SIGALRM)
+    with suppress(KeyboardInterrupt), _no_interrupt_lost():
+        Dying()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) is handler
 
 
 def valkey_below(folder: Path) -> int | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast
 
-from flask import current_app
+from flask import Flask, current_app
 
 from app.config import AppSettings
 from app.readiness import Readiness
@@ -21,13 +21,18 @@ class Context:
     readiness: Readiness
 
 
-def set_context(app_extensions: dict[str, object], context: Context) -> None:
-    app_extensions[_EXTENSION] = context
+def set_context(app: Flask, context: Context) -> None:
+    app.extensions[_EXTENSION] = context
+
+
+def context_of(app: Flask) -> Context:
+    """Return the context of an application."""
+    return cast(Context, app.extensions[_EXTENSION])
 
 
 def context() -> Context:
     """Return the context of the application of this request."""
-    return cast(Context, current_app.extensions[_EXTENSION])
+    return context_of(current_app)
 
 
 def dispatcher() -> Dispatcher:

@@ -81,7 +81,7 @@ def configure(app: Flask, settings: AppSettings) -> None:
     dispatcher = services.dispatcher()
     app.extensions["slotkeeper_version"] = package_version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    context.set_context(app.extensions, Context(dispatcher, settings, Readiness(PROBES)))
+    context.set_context(app, Context(dispatcher, settings, Readiness(PROBES)))
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
         dispatcher, services.scripts(), services.processes(), services.process_counters()
     )

@@ -17,6 +17,7 @@ from werkzeug.routing import BaseConverter
 
 from app.auth import access
 from app.auth.access import public
+from app.context import context
 from app.problems import CONTENT_TYPE, validation_problem
 from app.request_json import JsonRequest
 from app.schemas.base import Problem
@@ -45,7 +46,7 @@ _KEYED_STATUSES = (401, 403, 421, 422, 500, 503)  # of each view that requires a
 _HEADERS = "x-headers"  # openapi_document moves them to the parameters.
 SECURITY: dict[str, Any] = {"key": {"type": "http", "scheme": "bearer", "description": "A tenant's key, sk_…"}}
 _DOCUMENT = "/openapi.json"
-_PAGE = "/docs"
+_DOCS_PATH = "/docs"
 _EXTENSION = "slotkeeper_document"
 _document_lock = Lock()
 # For /docs: its own scripts and styles, some of them inline; nothing from other origins.
@@ -155,11 +156,11 @@ def optional_headers(
     }
 
 
-def openapi_document(app: Flask) -> dict[str, Any]:
-    """Return the OpenAPI document.  It requires keys only if this application does."""
+def openapi_document(app: Flask, require_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document of an application that requires keys, or of one that does not."""
     assert isinstance(app, OpenAPI)
     document: dict[str, Any] = app.api_doc
-    if not app.extensions["slotkeeper_settings"].require_keys:
+    if not require_keys:
         document.get("components", {}).pop("securitySchemes", None)
         for operation in (operation for path in document["paths"].values() for operation in path.values()):
             operation.pop("security", None)
@@ -196,12 +197,12 @@ def _clean_up(operation: dict[str, Any]) -> None:
 def register(app: Flask) -> None:
     """Add /openapi.json, and /docs, which redirects to the folder of the page's files."""
     swagger = RegisterPlugin.register(doc_url=_DOCUMENT)
-    app.register_blueprint(swagger, url_prefix=_PAGE)
+    app.register_blueprint(swagger, url_prefix=_DOCS_PATH)
     for endpoint in [name for name in app.view_functions if name.startswith(f"{swagger.name}.")]:
         app.view_functions[endpoint] = _make_public(app.view_functions[endpoint])
     app.add_url_rule(_DOCUMENT, "document", public(_serve_document))
     app.after_request(_security_headers)
-    app.add_url_rule(_PAGE, "docs", public(lambda: redirect(f"{_PAGE}/{swagger.name}")))
+    app.add_url_rule(_DOCS_PATH, "docs", public(lambda: redirect(f"{_DOCS_PATH}/{swagger.name}")))
 
 
 def _serve_document() -> Response:
@@ -209,7 +210,7 @@ def _serve_document() -> Response:
     extensions = current_app.extensions
     with _document_lock:  # flask-openapi shows other threads a document that is half built.
         if _EXTENSION not in extensions:
-            extensions[_EXTENSION] = orjson.dumps(openapi_document(current_app))
+            extensions[_EXTENSION] = orjson.dumps(openapi_document(current_app, context().settings.require_keys))
     return Response(extensions[_EXTENSION], content_type="application/json")
 
 
@@ -223,7 +224,7 @@ _SECURITY_HEADERS = {allowed: _headers_with(allowed) for allowed in (_DOCS_POLIC
 
 def _security_headers(response: Response) -> Response:
     """Forbid other sites to embed a response, and a response to load from other origins."""
-    allowed = _DOCS_POLICY if request.path.startswith(_PAGE) else _API_POLICY
+    allowed = _DOCS_POLICY if request.path.startswith(_DOCS_PATH) else _API_POLICY
     if request.blueprint == "page":
         allowed = _PAGE_POLICY
     response.headers.extend(_SECURITY_HEADERS[allowed])

@@ -100,21 +100,20 @@ def submission(
     body: SubmitBody, tenant: Tenant, key: str | None, traceparent: str | None, batch: str | None = None
 ) -> Submission:
     """Return the submission of a body.  Raises InvalidJob for an invalid time."""
-    _, not_before_ms = moment(body.not_before)
     return Submission(
         body,
         tenant=tenant.name,
         idempotency_key=key,
         traceparent=traceparent,
         batch=batch,
-        not_before_ms=not_before_ms,
+        not_before_ms=_not_before_ms(body.not_before),
     )
 
 
-def moment(value: Any) -> tuple[Any, int | None]:
-    """Return a time as (seconds from now, None), or as (None, ms since the epoch).  Raises InvalidJob."""
+def _not_before_ms(value: float | str | None) -> int | None:
+    """Return a time in ISO 8601 as ms since the epoch; None: seconds from now, or nothing.  Raises InvalidJob."""
     if not isinstance(value, str):
-        return value, None
+        return None
     try:
         when = datetime.fromisoformat(value)
     except ValueError:
@@ -122,7 +121,7 @@ def moment(value: Any) -> tuple[Any, int | None]:
     if when.tzinfo is None:
         raise InvalidJob("not_before", f"not_before names no zone; {_TIME_FORMAT}")
     try:
-        return None, round(when.timestamp() * 1000)
+        return round(when.timestamp() * 1000)
     except (OverflowError, ValueError):
         raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
 

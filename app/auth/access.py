@@ -19,6 +19,7 @@ from flask import Flask, Request, current_app, g, request
 
 from app.auth.api_keys import read_bearer
 from app.config import AppSettings, is_loopback
+from app.context import context
 from app.problems import ProblemError
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
@@ -46,13 +47,12 @@ def keys() -> "Keys | None":
     return cached_keys
 
 
-def _settings() -> AppSettings:
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    return settings
-
-
 class Keys:
-    """Finds the tenants of keys, and caches them for `cache_s` seconds.  Thread-safe."""
+    """Finds the tenants of keys, and caches them for `cache_s` seconds.  Thread-safe.
+
+    It decides what a request may do, and works without the server.  KeyCache (api_keys.py) has all keys in memory, for
+    the server's limits and turns.
+    """
 
     def __init__(self, tenants: Tenants, cache_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._tenants = tenants
@@ -86,9 +86,8 @@ def register(app: Flask) -> None:
 
 
 def configure_access(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
-    """Set the settings of `app`, and the tenants whose keys it accepts if it requires keys."""
+    """Set the tenants whose keys `app` accepts if it requires keys."""
     app.extensions[_EXTENSION] = Keys(tenants, settings.key_cache_s) if settings.require_keys else None
-    app.extensions["slotkeeper_settings"] = settings
 
 
 def public(view: View) -> View:
@@ -169,7 +168,7 @@ def authorize() -> None:
 
 
 def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
-    key, sent_key = _settings().metrics_key.encode(), read_bearer(environ).encode(errors="replace")
+    key, sent_key = context().settings.metrics_key.encode(), read_bearer(environ).encode(errors="replace")
     return bool(key) and keys() is not None and compare_digest(sent_key, key)
 
 
@@ -238,7 +237,7 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     variable = next(filter(_FORWARDED.fullmatch, environ), None)
     if variable is None:
         return
-    if remote and _settings().is_trusted_proxy(remote.partition("%")[0]):
+    if remote and context().settings.is_trusted_proxy(remote.partition("%")[0]):
         return
     header = variable.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
@@ -252,7 +251,7 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
 def _is_own_host(host: str) -> bool:
     """Return whether the Host header names this machine."""
     name = _host_name(host)
-    return name is not None and (is_loopback(name) or name in _settings().own_hostnames)
+    return name is not None and (is_loopback(name) or name in context().settings.own_hostnames)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
-"""A cache of the tenants of all API keys, for the server's limits and fair queue.
+"""A cache of the tenants of all API keys, for the server's limits and fair queue: it knows an owner without a query.
 
-Authorization is in `app.auth.access`.
+What a request may do is decided in `app.auth.access`.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from flask import Blueprint, Flask, Request, Response, current_app, g, redirect, request
+from flask import Blueprint, Flask, Request, Response, g, redirect, request
 from pydantic import ValidationError
 from werkzeug.exceptions import HTTPException
 
@@ -17,7 +17,8 @@ from app import problems
 from app.auth import access, session_cookie
 from app.auth.access import current_tenant, page_access, set_tenant
 from app.auth.session_cookie import Session
-from app.config import MAX_FORM_BYTES, AppSettings
+from app.config import MAX_FORM_BYTES
+from app.context import context
 from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
 from app.page.rendering import render_page
 from app.request_json import reject_nul_in
@@ -89,7 +90,7 @@ def _begin_request() -> None:
     session = session_cookie.decode_session(request.cookies.get(_cookie(), ""), session_keys())
     if session is not None and session.key_hash and RevokedSessions(database()).is_revoked(session.id):
         session = None
-    g.session = session or session_cookie.new_session("", _settings().session_s)
+    g.session = session or session_cookie.new_session("", context().settings.session_s)
     g.is_new_session = session is None
     _identify(g.session)
     if request.method not in _SAFE:
@@ -124,7 +125,7 @@ def _finish_response(response: Response) -> Response:
 
 
 def _set_session_cookie(response: Response, session: Session) -> None:
-    value, max_age_s = session_cookie.encode_session(session, next(session_keys())), _settings().session_s
+    value, max_age_s = session_cookie.encode_session(session, next(session_keys())), context().settings.session_s
     _set_cookie(response, _cookie(), value, max_age_s)
 
 
@@ -134,12 +135,7 @@ def _set_cookie(response: Response, name: str, value: str, max_age_s: int) -> No
 
 
 def _cookie() -> str:
-    return session_cookie.cookie_name(_settings().port)
-
-
-def _settings() -> AppSettings:
-    settings: AppSettings = current_app.extensions["slotkeeper_settings"]
-    return settings
+    return session_cookie.cookie_name(context().settings.port)
 
 
 # -- log-in, log-out and theme -----------------------------------------------------------------------------
@@ -161,7 +157,7 @@ def log_in() -> Any:
     hashed, next_path = hash_key(form().get("key", "").strip()), own_path(form().get("next", "/"))
     if keys.of_hashed(hashed) is None:
         return render_page("log_in.html", 401, error="No tenant has this key.", next=next_path), 401
-    g.session, g.is_new_session = session_cookie.new_session(hashed, _settings().session_s), True
+    g.session, g.is_new_session = session_cookie.new_session(hashed, context().settings.session_s), True
     return redirect(next_path, 303)
 
 
@@ -170,7 +166,7 @@ def log_out() -> Any:
     """End the session, also for copies of its cookie.  Raises DatabaseUnavailable; then the session continues."""
     if g.session.key_hash:
         RevokedSessions(database()).revoke(g.session.id, g.session.until_ms, now_ms())
-    g.session, g.is_new_session = session_cookie.new_session("", _settings().session_s), True
+    g.session, g.is_new_session = session_cookie.new_session("", context().settings.session_s), True
     return redirect(LOG_IN, 303)
 
 
@@ -196,7 +192,7 @@ def own_path(path: str) -> str:
 def _handle_error(error: Exception) -> Any:
     """Return the error page with the status, title and detail that the API would return."""
     if "session" not in g:  # The request was refused before `_begin_request` ran.
-        g.session, g.is_new_session = session_cookie.new_session("", _settings().session_s), False
+        g.session, g.is_new_session = session_cookie.new_session("", context().settings.session_s), False
     if isinstance(error, PageError):
         return _error_page(error.status, error.title, error.detail)
     if isinstance(error, HTTPException) and (error.code is None or error.code < 400):

@@ -14,7 +14,7 @@ from routing.progress import ProgressEntry, ProgressFollower, Subscription
 from slotkeeper.outbox import event_reader
 
 HEARTBEAT_S = 15.0
-_PAGE = 200  # missed events per read
+_PAGE_SIZE = 200  # missed events per read
 _MAX_BUFFERED_EVENTS = 5_000  # new events while missed ones are read; more are read from the database, too
 _MAX_UNSENT_BYTES = 128 << 10  # that the client has not read; beyond it the connection is closed
 _GAP = "Some events after this one are not in the database any more: request the jobs to see their state."
@@ -123,7 +123,7 @@ class EventStream:
         """Return whether all missed events exist, the page, and its events.  For a thread.  Raises SlotkeeperError."""
         database, job_id = self._feed.database, self.event_filter.job_id
         complete = not is_first or job_id is not None or event_reader.has_all_since(database, self._cursor)
-        page = event_reader.read_page(database, self._cursor, _PAGE, job_id)
+        page = event_reader.read_page(database, self._cursor, _PAGE_SIZE, job_id)
         return complete, page, [render(entry) for entry in page.events]
 
     # -- text ------------------------------------------------------------------------------------------------------

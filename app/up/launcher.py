@@ -14,13 +14,12 @@ from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
 from app.up.installation_folder import InstallationFolder, flower_password, redis_password, write_addresses
 from app.up.managed_process import Role
-from app.up.roles import UpPlan, read_plan, short_path
+from app.up.roles import VALKEY_STOP_ORDER, UpPlan, read_plan, short_path
 from app.up.supervisor import Signals, Supervisor
 from tasks import process_files
 
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
-_LAST_STOP_ORDER = 3
 _MAX_NAMED = 5  # running jobs that the message of a stop names
 
 Say = Callable[[str], None]
@@ -74,7 +73,7 @@ def _start(plan: UpPlan, program: str, supervisor: Supervisor) -> None:
     if program:
         password = redis_password(plan.home)
         supervisor.start(
-            valkey_server.valkey_role(program, plan.redis_port, plan.home / "valkey", _LAST_STOP_ORDER, password)
+            valkey_server.valkey_role(program, plan.redis_port, plan.home / "valkey", VALKEY_STOP_ORDER, password)
         )
     if (migration := plan.migration()) is not None:
         supervisor.run_to_end(migration)

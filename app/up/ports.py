@@ -53,10 +53,10 @@ def free_port() -> int:
     raise UpError(f"No port from {_RANGE.start} to {_RANGE.stop - 1} is free on {_LOOPBACK}.")
 
 
-def is_open(host: str, port: int, timeout_s: float = 1.0) -> bool:
+def is_open(host: str, port: int) -> bool:
     """Return whether a process listens on this port."""
     try:
-        with socket.create_connection((host, port), timeout_s):
+        with socket.create_connection((host, port), 1.0):
             return True
     except OSError:
         return False

@@ -17,6 +17,7 @@ from routing.config import RoutingSettings
 from slotkeeper.config import StorageSettings
 from tasks.config import TaskSettings
 
+VALKEY_STOP_ORDER = 3  # after all roles of `UpPlan.roles`
 _STOP_AFTER_GRACE_S = 4.0
 
 

@@ -8,7 +8,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from flask import Flask
 from flask_openapi import APIBlueprint
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
@@ -16,6 +15,7 @@ from app import api as headings
 from app import factory
 from app.api import openapi
 from app.api.openapi import openapi_document
+from app.context import context_of
 from tests.support.api import Api
 
 # For people and for tools that read the document, not part of what it describes.
@@ -25,7 +25,7 @@ METHODS = {"get", "post", "put", "patch", "delete"}
 
 @pytest.fixture
 def described(api: Api) -> dict[str, Any]:
-    return openapi_document(api.client.application)
+    return openapi_document(api.client.application, context_of(api.client.application).settings.require_keys)
 
 
 def _operations(described: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -54,7 +54,7 @@ def test_the_document_is_made_once_though_others_ask_for_it_meanwhile(
     def ask() -> None:
         api.client.application.test_client().get("/openapi.json")
 
-    def make(_: Flask) -> dict[str, Any]:
+    def make(*_: Any) -> dict[str, Any]:
         made.append(None)
         if len(made) == 1:
             others.start()

@@ -25,6 +25,7 @@ from werkzeug.routing import RequestRedirect
 from werkzeug.test import TestResponse
 
 from app.api.openapi import openapi_document
+from app.context import context_of
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
 from routing.queue import worker_capacity
 from routing.queue.queues import Offer
@@ -124,15 +125,14 @@ _documents: dict[bool, dict[str, Any]] = {}
 
 
 def _asks_for_keys(client: FlaskClient) -> bool:
-    asks: bool = client.application.extensions["slotkeeper_settings"].require_keys
-    return asks
+    return context_of(client.application).settings.require_keys
 
 
 def _document(client: FlaskClient) -> dict[str, Any]:
     """Made once for all tests: it differs only by whether keys are asked for."""
     keyed = _asks_for_keys(client)
     if keyed not in _documents:
-        _documents[keyed] = openapi_document(client.application)
+        _documents[keyed] = openapi_document(client.application, keyed)
     return _documents[keyed]
 
 

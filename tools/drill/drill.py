@@ -99,23 +99,23 @@ def drill(options: DrillOptions, console: "Console") -> ScoreCard:
 class _Drill:
     """A drill, from the start of its processes to the card."""
 
-    def __init__(self, options: DrillOptions, stack: Cluster, receiver: Receiver, console: "Console") -> None:
-        self._options, self._stack, self._receiver, self._console = options, stack, receiver, console
-        self._slots = {server.name: server.slots for server in stack.servers}
+    def __init__(self, options: DrillOptions, cluster: Cluster, receiver: Receiver, console: "Console") -> None:
+        self._options, self._cluster, self._receiver, self._console = options, cluster, receiver, console
+        self._slots = {server.name: server.slots for server in cluster.servers}
         self._faults = schedule(
-            options.seed, options.kinds, possible_targets(stack), options.seconds, options.every_s, options.kills
+            options.seed, options.kinds, possible_targets(cluster), options.seconds, options.every_s, options.kills
         )
         self._seconds = options.seconds if options.kills is None else self._faults[-1].at_s
         self._planned_jobs = self._plan_jobs()
-        self._clients = Clients(stack.url, self._planned_jobs, options.clients, stack.receiver_url)
-        self._injector = FaultInjector(stack, self._faults, self._print_fault)
+        self._clients = Clients(cluster.url, self._planned_jobs, options.clients, cluster.receiver_url)
+        self._injector = FaultInjector(cluster, self._faults, self._print_fault)
         self._agreed_s: float | None = None
         self._left_over: list[str] = []
         self._stuck = StuckWatch()
 
     def _plan_jobs(self) -> list[PlannedJob]:
         options, hooks = self._options, Kind.RECEIVERS in self._options.kinds
-        models = [server.model for server in self._stack.servers for _ in range(server.slots)]
+        models = [server.model for server in self._cluster.servers for _ in range(server.slots)]
         plain = plan_jobs(
             options.seed, options.jobs, models, sum(self._slots.values()), self._seconds, options.burst, hooks=hooks
         )
@@ -130,13 +130,13 @@ class _Drill:
         with ExitStack() as left:
             left.callback(self._end)
             with self._console.status("Starting Valkey, workers, beat, the API and four inference servers ..."):
-                self._stack.start()
-            self._comparison = LeaseComparison(self._stack.redis_url, self._stack.servers)
+                self._cluster.start()
+            self._comparison = LeaseComparison(self._cluster.redis_url, self._cluster.servers)
             self._console.print(
                 f"seed {self._options.seed}: {len(self._planned_jobs)} jobs, {len(self._faults)} faults in "
                 f"{self._seconds:.0f} s (the same seed gives the same jobs and faults)"
             )
-            database = Database(self._stack.database_url)
+            database = Database(self._cluster.database_url)
             left.callback(database.close)
             stalled = self._wait_for_jobs(database)
             self._injector.stop()
@@ -147,7 +147,7 @@ class _Drill:
             with self._console.status("Reading journals and the database ..."):
                 records = _Records(database)
             with self._console.status("Stopping everything ..."):
-                slow = self._stack.stop()
+                slow = self._cluster.stop()
             return self._card(records, stalled, slow)
 
     # -- during the drill ----------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class _Drill:
             return False
         if self._injector.error is not None:
             raise self._injector.error
-        self._stack.restart_ended()
+        self._cluster.restart_ended()
         if self._agreed_s is None and self._comparison.lasting_difference() == set():
             self._agreed_s = self._seconds_since_faults()
         waits_still = self._agreed_s is None and self._seconds_since_faults() < _AGREE_S
@@ -196,14 +196,14 @@ class _Drill:
     def _look_for_stuck(self, database: Database) -> None:
         if self._injector.is_alive() or self._seconds_since_faults() < _CALM_S:
             return
-        model_of = {server.name: server.model for server in self._stack.servers}
+        model_of = {server.name: server.model for server in self._cluster.servers}
         try:
             running = self._comparison.running()
         except Exception:  # The next look asks the server again.
             return
         at_servers: dict[str, set[str]] = defaultdict(set)
         slots: Counter[str] = Counter()
-        for server in self._stack.servers:
+        for server in self._cluster.servers:
             slots[server.model] += server.slots
         for name, job in running:
             at_servers[model_of[name]].add(job)
@@ -220,7 +220,7 @@ class _Drill:
                     for message in evidence.pending_messages(database, now_ms())
                 ):
                     return
-                self._stack.restart_ended()
+                self._cluster.restart_ended()
                 time.sleep(_LOOK_S)
 
     def _seconds_since_faults(self) -> float:
@@ -279,17 +279,17 @@ class _Drill:
                 if self._injector.ident is not None:
                     self._injector.join()
             finally:
-                self._stack.end()
+                self._cluster.end()
 
     # -- afterwards ----------------------------------------------------------------------------------------
 
     def _card(self, records: "_Records", stalled: bool, slow: Sequence[str]) -> ScoreCard:
         injected, receipts, runs = self._injector.injected, self._clients.receipts, self._runs()
         jobs = evidence.recorded(records.states, records.events_by_job)
-        evidence.write_receipts(self._stack.home / "clients.journal", receipts)
+        evidence.write_receipts(self._cluster.home / "clients.journal", receipts)
         findings = check(Evidence(receipts, runs, jobs, self._slots))
         idle = recovery_times.slot_recovery(
-            injected, runs, recovery_times.assigned_slots(records.events_by_job), receipts, self._stack.servers
+            injected, runs, recovery_times.assigned_slots(records.events_by_job), receipts, self._cluster.servers
         )
         rerun = [] if self._clocks_were_wrong() else recovery_times.rerun_after(injected, records.events_by_job)
         return ScoreCard(
@@ -311,11 +311,11 @@ class _Drill:
             rerun=recovery_times.summary(("rerun", seconds) for seconds in rerun).get("rerun"),
             agreed_s=self._agreed_s,
             left_over=self._left_over,
-            crashes=self._stack.crashes,
+            crashes=self._cluster.crashes,
             slow=list(slow),
             states={job_id: jobs[job_id].state if job_id in jobs else None for job_id in findings.lost},
-            lost_commits=self._stack.commits.lost,
-            disturbed_messages=self._stack.broker_messages.injected,
+            lost_commits=self._cluster.commits.lost,
+            disturbed_messages=self._cluster.broker_messages.injected,
         )
 
     def _conduct(self, records: "_Records", runs: Sequence[Run]) -> ConductReport:
@@ -337,8 +337,8 @@ class _Drill:
                 "late answers": clients.late,
                 "undue retries": conduct_checks.undue_retries(records.events_by_job, runs),
                 "undue crashes": conduct_checks.undue_crashes(records.events_by_job, runs, deaths, wall_ns),
-                "undeserved ends": conduct_checks.unexpected_ends(records.states, self._stack.revoked, with_deadline),
-                "over limits": conduct_checks.over_limits(runs, limits_in_force(injected, self._stack.servers)),
+                "undeserved ends": conduct_checks.unexpected_ends(records.states, self._cluster.revoked, with_deadline),
+                "over limits": conduct_checks.over_limits(runs, limits_in_force(injected, self._cluster.servers)),
                 **conduct_checks.webhook_faults(hooked, self._receiver.deliveries, records.pending_messages),
             }
         )
@@ -346,11 +346,11 @@ class _Drill:
     def _runs(self) -> list[Run]:
         return [
             run
-            for server in self._stack.servers
+            for server in self._cluster.servers
             for run in evidence.server_runs(
                 server.name,
-                journal_path(self._stack.home, server.name),
-                starts_path(self._stack.home, server.name),
+                journal_path(self._cluster.home, server.name),
+                starts_path(self._cluster.home, server.name),
                 [
                     injection.at_ns
                     for injection in self._injector.injected
@@ -364,8 +364,8 @@ class _Drill:
         """Return a line for each run that a server began while it had no free slot, by the server's own count."""
         return [
             line
-            for server in self._stack.servers
-            for line in evidence.crowded_starts(server.name, starts_path(self._stack.home, server.name), server.slots)
+            for server in self._cluster.servers
+            for line in evidence.crowded_starts(server.name, starts_path(self._cluster.home, server.name), server.slots)
         ]
 
     def _clocks_were_wrong(self) -> bool:

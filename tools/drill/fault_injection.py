@@ -69,30 +69,30 @@ def _undo_nothing() -> None:
 # -- processes ---------------------------------------------------------------------------------------------
 
 
-def _kill(stack: Cluster, fault: Fault) -> Undo:
-    stack.kill(fault.target)
-    return lambda: stack.start_again(fault.target)
+def _kill(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.kill(fault.target)
+    return lambda: cluster.start_again(fault.target)
 
 
-def _stop(stack: Cluster, fault: Fault) -> Undo:
-    stack.freeze(fault.target)
-    return lambda: stack.thaw(fault.target)
+def _stop(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.freeze(fault.target)
+    return lambda: cluster.thaw(fault.target)
 
 
-def _restart(stack: Cluster, fault: Fault) -> Undo:
-    stack.terminate(fault.target)
-    return lambda: stack.start_again(fault.target)
+def _restart(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.terminate(fault.target)
+    return lambda: cluster.start_again(fault.target)
 
 
-def _clock(stack: Cluster, fault: Fault) -> Undo:
-    stack.set_clock(fault.target, fault.how)
-    return lambda: stack.set_clock(fault.target, process_clocks.RIGHT)
+def _clock(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.set_clock(fault.target, fault.how)
+    return lambda: cluster.set_clock(fault.target, process_clocks.RIGHT)
 
 
-def _step(stack: Cluster, fault: Fault) -> Undo:
+def _step(cluster: Cluster, fault: Fault) -> Undo:
     def set_clocks(offset_s: str) -> None:
-        for name in stack.clocked:
-            stack.set_clock(name, offset_s)
+        for name in cluster.clocked:
+            cluster.set_clock(name, offset_s)
 
     set_clocks(fault.how)
     return lambda: set_clocks(process_clocks.RIGHT)
@@ -101,73 +101,73 @@ def _step(stack: Cluster, fault: Fault) -> Undo:
 # -- Redis -------------------------------------------------------------------------------------------------
 
 
-def _flush(stack: Cluster, fault: Fault) -> Undo:
+def _flush(cluster: Cluster, fault: Fault) -> Undo:
     try:
-        stack.flush(fault.target)
+        cluster.flush(fault.target)
     except RedisError as error:  # Redis is still loading its file.
         raise NotApplicable from error
     return _undo_nothing
 
 
-def _fill_memory(stack: Cluster, fault: Fault) -> Undo:
+def _fill_memory(cluster: Cluster, fault: Fault) -> Undo:
     try:
-        stack.bound_memory(fault.target, 1)
+        cluster.bound_memory(fault.target, 1)
     except RedisError as error:
         raise NotApplicable from error
-    return lambda: stack.bound_memory(fault.target, 0)
+    return lambda: cluster.bound_memory(fault.target, 0)
 
 
-def _fall_behind(stack: Cluster, fault: Fault) -> Undo:
+def _fall_behind(cluster: Cluster, fault: Fault) -> Undo:
     try:
-        if not stack.fall_behind():
+        if not cluster.fall_behind():
             raise NotApplicable
     except RedisError as error:
         raise NotApplicable from error
-    return stack.fail_over
+    return cluster.fail_over
 
 
-def _promote(stack: Cluster, fault: Fault) -> Undo:
+def _promote(cluster: Cluster, fault: Fault) -> Undo:
     try:
-        if not stack.promote_replica():
+        if not cluster.promote_replica():
             raise NotApplicable
     except RedisError as error:
         raise NotApplicable from error
-    return stack.demote_old_primary
+    return cluster.demote_old_primary
 
 
-def _refuse_writes(stack: Cluster, fault: Fault) -> Undo:
+def _refuse_writes(cluster: Cluster, fault: Fault) -> Undo:
     try:
-        stack.refuse_writes(fault.target, refuse=True)
+        cluster.refuse_writes(fault.target, refuse=True)
     except (RedisError, psycopg.Error) as error:
         raise NotApplicable from error
-    return lambda: stack.refuse_writes(fault.target, refuse=False)
+    return lambda: cluster.refuse_writes(fault.target, refuse=False)
 
 
 # -- the network -------------------------------------------------------------------------------------------
 
 
-def _silence(stack: Cluster, fault: Fault) -> Undo:
-    proxy_port = stack.proxy_ports[fault.target]
+def _silence(cluster: Cluster, fault: Fault) -> Undo:
+    proxy_port = cluster.proxy_ports[fault.target]
     proxy_port.blackhole(*(() if fault.how == BOTH else (Direction(fault.how),)))
     return proxy_port.restore
 
 
-def _cut(stack: Cluster, fault: Fault) -> Undo:
-    stack.proxy_ports[fault.target].reset()
+def _cut(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.proxy_ports[fault.target].reset()
     return _undo_nothing
 
 
-def _delay(stack: Cluster, fault: Fault) -> Undo:
-    proxy_port = stack.proxy_ports[fault.target]
+def _delay(cluster: Cluster, fault: Fault) -> Undo:
+    proxy_port = cluster.proxy_ports[fault.target]
     proxy_port.delay(_DELAY_S)
     return proxy_port.restore
 
 
-def _receivers(stack: Cluster, fault: Fault) -> Undo:
+def _receivers(cluster: Cluster, fault: Fault) -> Undo:
     if fault.how == REFUSING:
-        stack.refuse_deliveries(_REFUSED_SHARE)
-        return lambda: stack.refuse_deliveries(0.0)
-    proxy_port = stack.proxy_ports["receivers"]
+        cluster.refuse_deliveries(_REFUSED_SHARE)
+        return lambda: cluster.refuse_deliveries(0.0)
+    proxy_port = cluster.proxy_ports["receivers"]
     if fault.how == DEAD:
         proxy_port.blackhole()
     else:
@@ -175,35 +175,35 @@ def _receivers(stack: Cluster, fault: Fault) -> Undo:
     return proxy_port.restore
 
 
-def _disturb_messages(stack: Cluster, fault: Fault) -> Undo:
-    stack.broker_messages.inject(MessageFault(fault.how), _SHARE, _LATE_S)
-    return stack.broker_messages.stop
+def _disturb_messages(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.broker_messages.inject(MessageFault(fault.how), _SHARE, _LATE_S)
+    return cluster.broker_messages.stop
 
 
-def _lose_commits(stack: Cluster, fault: Fault) -> Undo:
-    stack.commits.lose(Direction(fault.how), _SHARE)
-    return stack.commits.stop
+def _lose_commits(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.commits.lose(Direction(fault.how), _SHARE)
+    return cluster.commits.stop
 
 
 # -- operators and clients ---------------------------------------------------------------------------------
 
 
-def _revoke(stack: Cluster, fault: Fault) -> Undo:
-    chosen = random.Random(repr(fault)).sample(active := _active_job_ids(stack), min(_REVOKED_AT_ONCE, len(active)))
+def _revoke(cluster: Cluster, fault: Fault) -> Undo:
+    chosen = random.Random(repr(fault)).sample(active := _active_job_ids(cluster), min(_REVOKED_AT_ONCE, len(active)))
     if not chosen:
         raise NotApplicable
     try:
-        with Celery(broker=stack.broker_url, set_as_current=False) as celery:
+        with Celery(broker=cluster.broker_url, set_as_current=False) as celery:
             celery.control.revoke(chosen)
     except (OSError, OperationalError, RedisError) as error:
         raise NotApplicable from error
-    stack.revoked.update(chosen)
+    cluster.revoked.update(chosen)
     return _undo_nothing
 
 
-def _active_job_ids(stack: Cluster) -> list[str]:
+def _active_job_ids(cluster: Cluster) -> list[str]:
     """Return the ids of the queued and running jobs.  Raises NotApplicable: the database cannot be reached."""
-    database = Database(stack.database_url)
+    database = Database(cluster.database_url)
     try:
         waiting, running = evidence.active_jobs(database)
         return sorted({**waiting, **running})
@@ -218,10 +218,10 @@ def _inject_nothing(_: Cluster, __: Fault) -> Undo:
     return _undo_nothing
 
 
-def _change_as_operator(stack: Cluster, fault: Fault) -> Undo:
-    client, rng = Client(stack.url), random.Random(repr(fault))
+def _change_as_operator(cluster: Cluster, fault: Fault) -> Undo:
+    client, rng = Client(cluster.url), random.Random(repr(fault))
     try:
-        undo = _make_change(stack, client, operated(fault, stack.servers), Change(fault.how), rng)
+        undo = _make_change(cluster, client, operated(fault, cluster.servers), Change(fault.how), rng)
     except (ClientError, UpError) as error:
         raise NotApplicable from error
     return lambda: _undo_with_retries(undo)
@@ -235,7 +235,7 @@ def operated(fault: Fault, servers: Sequence[ServerSpec]) -> ServerSpec:
     return random.Random(repr(fault)).choice([server for server in servers if server.model == fault.target])
 
 
-def _make_change(stack: Cluster, client: Client, server: ServerSpec, change: Change, rng: random.Random) -> Undo:
+def _make_change(cluster: Cluster, client: Client, server: ServerSpec, change: Change, rng: random.Random) -> Undo:
     """Make an operator's change, and return what undoes it.  Raises ClientError, UpError."""
     model, config = f"/admin/models/{server.model}", f"/admin/model-configs/{server.model}"
 
@@ -244,11 +244,11 @@ def _make_change(stack: Cluster, client: Client, server: ServerSpec, change: Cha
 
     match change:
         case Change.SLOTS:
-            stack.register(server, max(server.slots // 2, 1))
-            return lambda: stack.register(server)
+            cluster.register(server, max(server.slots // 2, 1))
+            return lambda: cluster.register(server)
         case Change.REMOVAL:
             call("DELETE", f"/admin/servers/{server.name}?drain=true")
-            return lambda: _register_again(stack, call, server)
+            return lambda: _register_again(cluster, call, server)
         case Change.DRAIN:
             call("PATCH", f"/admin/servers/{server.name}", {"state": "draining"})
             return lambda: call("PATCH", f"/admin/servers/{server.name}", {"state": "online"})
@@ -263,14 +263,14 @@ def _make_change(stack: Cluster, client: Client, server: ServerSpec, change: Cha
             return lambda: call("PUT", config, server.config)
 
 
-def _register_again(stack: Cluster, call: Callable[[str, str], None], server: ServerSpec) -> None:
+def _register_again(cluster: Cluster, call: Callable[[str, str], None], server: ServerSpec) -> None:
     """Register a removed server again, whether its removal is complete or not."""
     try:
         call("DELETE", f"/admin/servers/{server.name}/removal")
     except ApiError as refused:
         if refused.status != 404:
             raise
-    stack.register(server)
+    cluster.register(server)
 
 
 def _undo_with_retries(undo: Undo) -> None:
@@ -324,9 +324,9 @@ class FaultInjector(threading.Thread):
     on_injected: called after each fault.
     """
 
-    def __init__(self, stack: Cluster, faults: Sequence[Fault], on_injected: Callable[[Fault], None]) -> None:
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault], on_injected: Callable[[Fault], None]) -> None:
         super().__init__(name="fault-injector", daemon=True)
-        self._stack, self._on_injected = stack, on_injected
+        self._cluster, self._on_injected = cluster, on_injected
         acts = [(fault.at_s, 0, fault) for fault in faults]
         acts += [(fault.at_s + fault.lasts_s, 1, fault) for fault in faults]
         self._acts = sorted(acts, key=lambda act: act[:2])
@@ -357,12 +357,12 @@ class FaultInjector(threading.Thread):
     def _wait_until(self, at: float) -> None:
         while not self._stop_requested.is_set() and (left := at - time.monotonic()) > 0:
             self._stop_requested.wait(min(left, _LOOK_EVERY_S))
-            self._stack.restart_ended()
+            self._cluster.restart_ended()
 
     def _inject(self, fault: Fault) -> None:
         self._injected[fault] = InjectedFault(fault, time.monotonic_ns(), time.time_ns() // 1_000_000)
         try:
-            self._undos[fault] = ACTS[fault.kind](self._stack, fault)
+            self._undos[fault] = ACTS[fault.kind](self._cluster, fault)
         except NotApplicable:
             del self._injected[fault]
             return

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from app.api.openapi import openapi_document
-from app.config import AppSettings
 from app.factory import create_routes
 from app.problems import error_title, status_of
 from app.server.wsgi import LARGE_HEAD
@@ -49,8 +48,7 @@ Celery clients get the same codes in `JobFailed`; processes that import Slotkeep
 def rest_page() -> str:
     """Return the Markdown of the page of the REST API."""
     app = create_routes()
-    app.extensions["slotkeeper_settings"] = AppSettings(require_keys=True)
-    document = openapi_document(app)
+    document = openapi_document(app, require_keys=True)
     by_tag: dict[str, list[str]] = defaultdict(list)
     for path, item in document["paths"].items():
         for method in _METHODS:

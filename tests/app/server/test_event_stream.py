@@ -371,7 +371,7 @@ def test_of_a_record_that_was_restored_a_later_id_is_a_gap(served: Served) -> No
 def test_a_client_that_reconnects_a_hundred_times_gets_every_event(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "_PAGE", 7)
+    monkeypatch.setattr(streaming, "_PAGE_SIZE", 7)
     _check_after_many_disconnects(served, served.store.database)
 
 
@@ -380,7 +380,7 @@ def test_a_client_that_reconnects_a_hundred_times_gets_every_event(
 def test_a_client_that_reconnects_gets_every_event_on_postgresql(
     api: Api, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "_PAGE", 7)
+    monkeypatch.setattr(streaming, "_PAGE_SIZE", 7)
     database = Database(postgres_url)
     api.dispatcher.store.database = database
     with _serve(api) as served:
@@ -455,7 +455,7 @@ def _add_event_and_fail(tx: Any) -> None:
 def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "_PAGE", 2)
+    monkeypatch.setattr(streaming, "_PAGE_SIZE", 2)
     read_page, gate, requested = streaming.event_reader.read_page, threading.Event(), threading.Event()
 
     def slow_read_page(*arguments: Any) -> Any:

@@ -90,7 +90,7 @@ MUTANTS = [
         "a log-in continues the session that was there",
         "app.page.login:log_in",
         swap(
-            "session_cookie.new_session(hashed, _settings().session_s)",
+            "session_cookie.new_session(hashed, context().settings.session_s)",
             "session_cookie.Session(g.session.id, hashed, g.session.until_ms)",
         ),
         kills=["test_a_log_in_begins_a_visit_of_its_own"],

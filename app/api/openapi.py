@@ -15,8 +15,7 @@ from flask_openapi_swagger.plugins import RegisterPlugin
 from pydantic import BaseModel
 from werkzeug.routing import BaseConverter
 
-from app.auth import access
-from app.auth.access import public
+from app.auth.access import public, require_admin
 from app.context import context
 from app.problems import CONTENT_TYPE, validation_problem
 from app.request_json import JsonRequest
@@ -39,6 +38,7 @@ _REASONS = {
     422: "A field is invalid; `field` and `errors` name it",
     429: "A limit is reached; Retry-After says when to send the request again",
     500: "The server failed",
+    501: "This server sends no streams",
     503: "The database or Redis is unavailable; Retry-After says when to send the request again",
 }
 _STATUSES = (403, 421, 422, 500)  # of each view
@@ -110,7 +110,7 @@ def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) ->
 def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
     """Return a blueprint whose views only administrators may use."""
     api = blueprint(name, title, prefix)
-    api.before_request(access.require_admin)
+    api.before_request(require_admin)
     return api
 
 

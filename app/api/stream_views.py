@@ -30,7 +30,7 @@ _LAST_EVENT_ID = optional_headers(19, f"({NUMBER})?", shortest=0, Last_Event_ID=
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@api.get("/stream", responses={200: _EVENTS, **problem_responses(422, 429)}, openapi_extensions=_LAST_EVENT_ID)
+@api.get("/stream", responses={200: _EVENTS, **problem_responses(422, 429, 501)}, openapi_extensions=_LAST_EVENT_ID)
 def stream_events(query: StreamQuery) -> Response:
     """Follow what happens to jobs.
 
@@ -48,7 +48,7 @@ def stream_events(query: StreamQuery) -> Response:
     responses={
         200: _JOBS_EVENTS,
         204: {"description": "The job has ended, and there are no further events"},
-        **problem_responses(404, 409, 422, 429),
+        **problem_responses(404, 409, 422, 429, 501),
     },
     openapi_extensions=_JOB_LAST_EVENT_ID,
 )

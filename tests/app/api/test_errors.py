@@ -367,3 +367,9 @@ def test_a_refusal_tells_a_name_with_half_of_a_surrogate_pair_and_is_no_fault(ap
     body = b'{"message": "a\\ud800"}'
     answer = api.client.post("/webhooks/callbacks/replay", data=body, content_type="application/json")
     assert answer.status_code == 404 and answer.json["message"] == "a?"
+
+
+def test_a_stream_that_this_server_cannot_send_is_refused(api: Api) -> None:
+    """Only the process `web` sends streams; any other server would answer with an empty one."""
+    answer = api.client.get("/stream")
+    assert (answer.status_code, answer.json["code"]) == (501, "no_streams")

@@ -300,9 +300,11 @@ def test_settings_of_a_model_are_added_to_those_it_has(api: HTTPServer) -> None:
         return Response(json.dumps({"config": request.json}))
 
     api.expect_request(path, method="PUT").respond_with_handler(put)
+    api.expect_request("/admin/models/org/flux").respond_with_json({"servers": []})
     done = run("models", "configure", "org/flux", "poll_interval=0.5", "model_type=async")
     assert sent == [{"max_retries": 3, "poll_interval": 0.5, "model_type": "async"}]
     assert done.stdout.split() == ["poll_interval", "0.5", "model_type", "async"]
+    assert (done.exit_code, done.stderr) == (0, "No server serves org/flux yet: see `slotkeeper models list`.\n")
 
 
 def test_a_ledger_that_does_not_balance_is_exit_status_1(api: HTTPServer) -> None:
@@ -350,6 +352,20 @@ def test_ctrl_c_ends_the_wait_and_not_the_job_and_is_no_failure(
     monkeypatch.setattr(Client, "wait_for_job", interrupt)
     done = run(*words)
     assert (done.exit_code, "slotkeeper job j --wait" in done.stderr) == (130, True)
+
+
+def test_ctrl_c_while_several_jobs_are_awaited_names_them(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = iter(("first", "second"))
+    answer = lambda _: Response(json.dumps({"job_id": next(ids), "status": "queued"}), 202)  # noqa: E731
+    api.expect_request("/queue/submit").respond_with_handler(answer)
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "wait_for_job", interrupt)
+    done = run("submit", "zimg", "--count", "2", "--wait")
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-3:] == ["The 2 jobs continue; see each with: slotkeeper job ID", "first", "second"]
 
 
 def test_ctrl_c_in_any_command_is_no_failure(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

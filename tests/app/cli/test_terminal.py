@@ -110,7 +110,10 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "servers pause": (["servers", "pause", "gpu1", "--reason", TEXT], {"/admin/servers/gpu1": SERVER}),
     "models list": (["models", "list"], {"/admin/models": {"models": [MODEL]}}),
     "models show": (["models", "show", "m"], {"/admin/models/m": MODEL, "/admin/model-configs/m": CONFIG}),
-    "models configure": (["models", "configure", "m", "id_field=x"], {"/admin/model-configs/m": CONFIG}),
+    "models configure": (
+        ["models", "configure", "m", "id_field=x"],
+        {"/admin/model-configs/m": CONFIG, "/admin/models/m": MODEL},
+    ),
     "ledger": (["ledger"], {"/admin/ledger": LEDGER}),
     "webhooks secret": (["webhooks", "secret"], {"/admin/webhook-secrets/default": SECRETS}),
 }

@@ -90,6 +90,8 @@ def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(stage):
 
 def test_a_server_without_a_health_check_keeps_its_cooldown_and_says_since_when(stage):
     stage.register(1)
+    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=None)})
+    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms == 0, "it begins none, either"
     passes.apply_health(stage.dispatcher, {"gpu": DOWN})
     stage.submit()
     since = read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms

@@ -368,6 +368,14 @@ def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
         act(f"postgresql://nobody@/record?host={tmp_path}")
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
+def test_of_a_database_that_does_not_exist_is_said_how_to_create_it(_empty_postgres_url, act):
+    url = make_url(_empty_postgres_url).set(database="missing").render_as_string(hide_password=False)
+    with pytest.raises(DatabaseUnavailable, match=r'"missing" does not exist\): create it \(docs/how-to/postgresql.md'):
+        act(url)
+
+
 @pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
 @pytest.mark.parametrize(("query", "expected"), [("", "5"), ("?connect_timeout=9", "9")])
 def test_a_postgresql_that_does_not_answer_is_waited_for_a_few_seconds_only(monkeypatch, act, query, expected):

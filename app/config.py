@@ -139,14 +139,9 @@ SETTINGS: dict[str, type[Settings]] = {
 """All classes of settings, by the titles of their sections in the documentation."""
 
 
-def local_address(host: str) -> str:
-    """Return the address at which this machine reaches what listens at `host`, which may stand for all addresses."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
 def local_api_url(settings: AppSettings) -> str:
     """Return the URL at which this machine reaches the API."""
-    host = local_address(settings.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     scheme = "https" if settings.tls_certificate else "http"
     return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"
 

@@ -24,7 +24,7 @@ from app.schemas.job_schemas import (
 )
 from app.schemas.job_schemas import SubmitReceipt as ReceiptView
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
-from routing.dispatch.dispatcher import Dispatcher, Receipt
+from routing.dispatch.dispatcher import Receipt
 from routing.queries import explain, positions
 from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidJob
@@ -58,11 +58,11 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
     model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
     """
-    tenant, environ, use_cases = current_tenant(), request.environ, dispatcher()
+    tenant, environ = current_tenant(), request.environ
     job = submission(body, tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
-    (receipt,) = use_cases.submit([job], tenant)
+    (receipt,) = dispatcher().submit([job], tenant)
     accepted = receipt.accepted
-    position, links = queue_position(accepted.state, _position_of(use_cases, receipt)), _links(accepted.id)
+    position, links = queue_position(accepted.state, _position_of(receipt)), _links(accepted.id)
     view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=links)
     return view, 202, {"Location": links["self"]}
 
@@ -142,12 +142,12 @@ def _find_batch_name(receipt: Receipt) -> str | None:
     return None if job is None else job.batch
 
 
-def _position_of(dispatcher: Dispatcher, receipt: Receipt) -> QueuePosition:
+def _position_of(receipt: Receipt) -> QueuePosition:
     if receipt.accepted.state is not State.QUEUED:
         return QueuePosition()
     if receipt.accepted.enters_queue:
-        return positions.queue_position(dispatcher, workers(), receipt.job, receipt.position)
-    return positions.read_position(dispatcher, workers(), receipt.job)
+        return positions.queue_position(dispatcher(), workers(), receipt.job, receipt.position)
+    return positions.read_position(dispatcher(), workers(), receipt.job)
 
 
 def _notice(receipt: Receipt) -> str | None:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from app.cli.findings import Check, Finding
 from app.cli.output import api_url
 from app.cli.settings_checks import settings
+from app.up.valkey_server import OLDEST_VERSION
 from migrations import migrate
 from routing.config import RoutingSettings
 from routing.maintenance import task_runs
@@ -51,7 +52,6 @@ from tasks.servers.session import run_with_http_client
 _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
 _RECENT_STEP_MS = 24 * 3600 * 1000
-_OLDEST_REDIS = (7, 0)
 _SERVERS_LIMIT_S = 6.0
 _TRIES = 3
 
@@ -60,7 +60,6 @@ def prepare() -> None:
     """Have Celery and SQLAlchemy import what they import on first use, which fails at random in several threads."""
     uses: list[Callable[[], object]] = [
         lambda: celery.connection_for_write().release(),
-        api_url,
         services.catalog,
         services.processes,
         services.scripts,
@@ -171,7 +170,7 @@ def redis() -> Iterator[Finding]:
         return
     info = client.info("server")
     version = str(info.get("valkey_version") or info.get("redis_version"))
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
         problems += 1
         yield Finding("redis", "fail", f"It is version {version}.", "Slotkeeper needs Redis 7.0 or Valkey.")
     for check, level in ((explain_unsuitable, "fail"), (explain_no_persistence, "warn")):

@@ -62,11 +62,11 @@ def run_check(part: str, check: Check) -> list[Finding]:
     try:
         findings.extend(check())
     except Exception as error:
-        findings.append(finding_of_error(part, error))
+        findings.append(_finding_of_error(part, error))
     return findings
 
 
-def finding_of_error(part: str, error: Exception) -> Finding:
+def _finding_of_error(part: str, error: Exception) -> Finding:
     """Return the finding of a check that raised an exception.
 
     If another part caused the error, the finding is a warning, because the check of that part reports the fault.

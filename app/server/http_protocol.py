@@ -159,7 +159,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         application: Any = config.app
         self.limits: ConnectionLimits = application.limits
         self.account, self.bytes_held = "", 0
-        self._is_lost = self._served_any = False
+        self.has_disconnected = self._served_any = False
         self._cycles: deque[Any] = deque()  # requests without a complete response; the first is in progress
         self._unparsed = bytearray()  # received bytes that are not parsed yet
         self._missing = 0  # bytes of the body that are still missing, by its Content-Length
@@ -176,11 +176,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return bool(self._cycles) and not self._reads_body and not self.flow.write_paused
 
     @property
-    def has_disconnected(self) -> bool:
-        """Whether the client has disconnected."""
-        return self._is_lost
-
-    @property
     def is_refused(self) -> bool:
         return self._refused is not None
 
@@ -192,7 +187,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.limits.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = True
+        self.has_disconnected = True
         self.limits.remove(self)
         for cycle in self._cycles:  # uvicorn notifies only the last.
             cycle.disconnected = True

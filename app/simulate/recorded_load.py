@@ -189,7 +189,11 @@ def read_past_jobs(database: Database, since_ms: int, until_ms: int, limit_per_b
 
 
 def _first_seq(connection: Connection, at_ms: int) -> int:
-    """Return the first `seq` of the jobs that were accepted at `at_ms` or later; approximate by up to _SLACK_MS."""
+    """Return the first `seq` of the jobs that were accepted at `at_ms` or later; approximate by up to _SLACK_MS.
+
+    `created_ms` has no index, because an index would slow down every submit.  `seq` and `created_ms` grow together,
+    except for concurrent submits and clock differences, so a binary search of `seq` finds the place.
+    """
     first, last = connection.execute(_RANGE).one()
     if first is None:
         return 0

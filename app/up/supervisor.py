@@ -29,8 +29,8 @@ _CLEANUP_S = 0.5  # for the thread of run_beside after a stop
 _RESTARTS_A_MINUTE = 5
 _LONGEST_BACKOFF_S = 8.0
 _HASTE_AFTER_S = 1.0  # Some parents send a signal twice at once; that is one request to stop.
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HANDLED = (*STOPPING, signal.SIGCHLD)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (*_STOPPING, signal.SIGCHLD)
 
 
 class Signals:
@@ -225,7 +225,7 @@ class Supervisor:
     def _wait_for_stop_signal(self, timeout_s: float) -> bool:
         """Wait for a signal, and return whether it requests a stop."""
         self._selector.select(max(timeout_s, 0))
-        return bool(self._signals.read() & set(STOPPING))
+        return bool(self._signals.read() & set(_STOPPING))
 
     def _poll_children(self) -> None:
         for name, child in self._children.items():

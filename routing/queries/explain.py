@@ -122,8 +122,7 @@ def breaker_reason(why: str) -> str:
 
 def _explain_delayed(job: Job) -> Explanation:
     if job.failures:
-        error = f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
-        sentence = f"attempt {job.attempts} failed ({error}); before the next, at its old place, it pauses"
+        sentence = f"attempt {job.attempts} failed ({_error_text(job)}); before the next, at its old place, it pauses"
         return _waiting_for(Blocker("retry", sentence, until_ms=job.due_ms))
     return _waiting_for(Blocker("not_before", "it was submitted for later", until_ms=job.due_ms))
 
@@ -135,10 +134,15 @@ def _describe_state(job: Job) -> str:
         return f"It runs on {job.slot}, attempt {job.attempts}{canceling}."
     ended = f"It has ended: {job.state}.  {END_SENTENCES[Reason(job.why)]}"
     if job.state in (State.DEAD, State.FAILED):
-        ended += f"  Its error: {job.error_code}: {(job.error_message or '').rstrip('.')}."
+        ended += f"  Its error: {_error_text(job)}."
     if job.state is State.DEAD:
         ended += f"  To try it again: slotkeeper dlq retry {job.id}"
     return f"{ended}  {NULL_RESULT}" if job.result == "null" else ended
+
+
+def _error_text(job: Job) -> str:
+    """Return the code and the message of a job's last error, without a full stop."""
+    return f"{job.error_code}: {(job.error_message or '').rstrip('.')}"
 
 
 def _run_waits(dispatcher: Dispatcher, job: Job) -> tuple[Blocker, ...]:

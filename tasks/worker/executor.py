@@ -204,7 +204,7 @@ class Executor:
             await self._start_next(lease, None, next_offer, requested_at_s)
             log.info("run_ended_elsewhere", job_id=run.job.id, attempt=run.attempt)
             return
-        if worker_run.may_be_at_server:
+        if worker_run.earlier_request_may_run:
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )

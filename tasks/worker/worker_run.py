@@ -108,7 +108,7 @@ class WorkerRun(NamedTuple):
         return self.active.run
 
     @property
-    def may_be_at_server(self) -> bool:
+    def earlier_request_may_run(self) -> bool:
         """Whether the server may still be working on the request of an earlier worker, and this one has sent none."""
         return self.offer.is_resumption and not (self.watch.sent or self.watch.earlier_request_is_over)
 

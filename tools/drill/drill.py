@@ -26,7 +26,7 @@ from tools.drill import conduct_checks, evidence, recovery_times
 from tools.drill.conduct_checks import ConductReport, Snapshot, StuckWatch
 from tools.drill.drill_setup import cluster_spec, journal_path, possible_targets, server_specs, starts_path
 from tools.drill.evidence import LeaseComparison
-from tools.drill.fault_injection import FaultInjector, InjectedFault, limits_in_force
+from tools.drill.fault_injection import FaultInjector, InjectedFault, find_killed, limits_in_force
 from tools.drill.fault_schedule import OUTSIDE, Fault, Kind, schedule
 from tools.drill.history_checks import Disturbance, Evidence, Run, check, unexplained
 from tools.drill.score_card import ScoreCard
@@ -143,7 +143,7 @@ class _Drill:
             self._injector.join()
             if not stalled:
                 self._wait_for_webhooks(database)
-            self._left_over = self._find_left_over() + self._find_killed()
+            self._left_over = self._find_left_over() + find_killed(self._injector.injected)
             with self._console.status("Reading journals and the database ..."):
                 records = _Records(database)
             with self._console.status("Stopping everything ..."):
@@ -226,14 +226,6 @@ class _Drill:
     def _seconds_since_faults(self) -> float:
         last = max((injection.undone_ns for injection in self._injector.injected), default=time.monotonic_ns())
         return (time.monotonic_ns() - last) / 1e9
-
-    def _find_killed(self) -> list[str]:
-        """Return a line for each process that had enough time to shut down, and had to be killed."""
-        return [
-            f"{injection.fault.target} did not shut down in time, and was killed"
-            for injection in self._injector.injected
-            if injection.killed and injection.fault.kind is Kind.RESTARTS
-        ]
 
     def _find_left_over(self) -> list[str]:
         """Return the leases and runs that are left although every job has ended."""

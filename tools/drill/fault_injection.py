@@ -377,6 +377,15 @@ class FaultInjector(threading.Thread):
             injected.undone_ns = time.monotonic_ns()
 
 
+def find_killed(injected: Iterable[InjectedFault]) -> list[str]:
+    """Return a line for each process that had enough time to shut down, and had to be killed."""
+    return [
+        f"{injection.fault.target} did not shut down in time, and was killed"
+        for injection in injected
+        if injection.killed and injection.fault.kind is Kind.RESTARTS
+    ]
+
+
 def limits_in_force(injected: Iterable[InjectedFault], servers: Sequence[ServerSpec]) -> list[Limit]:
     """Return the limits that runs must keep, and when they hold; a change of policy limits nothing."""
     limits = []

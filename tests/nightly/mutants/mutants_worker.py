@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "a resumed run that was not sent goes to any server",
         "tasks.worker.executor:Executor._end_run",
-        never("worker_run.may_be_at_server"),
+        never("worker_run.earlier_request_may_run"),
         kills=["test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_not_sent_again"],
         breaks="LEASE-1",
     ),
@@ -301,7 +301,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed job whose slot is another's is offered there again and again",
-        "tasks.worker.worker_run:WorkerRun.may_be_at_server",
+        "tasks.worker.worker_run:WorkerRun.earlier_request_may_run",
         swap("self.watch.sent or self.watch.earlier_request_is_over", "self.watch.sent"),
         kills=["test_a_resumed_job_whose_slot_is_another_jobs_waits_in_its_lane"],
         breaks="SLOT-1",

@@ -211,9 +211,9 @@ def register_server(
         return
     slots = answer["slots"]
     echo(escape_line(f"{server} serves {model} on {slots} slot{'s' * (slots != 1)}."))
-    for reason in api.get(f"/admin/servers/{path_segment(server)}/check")["reasons"]:
-        if reason["code"] != "nothing_waits":
-            echo(escape_line(reason["sentence"]), err=True)
+    reasons = api.get(f"/admin/servers/{path_segment(server)}/check")["reasons"]
+    if blocked := "; ".join(reason["sentence"] for reason in reasons if reason["code"] != "nothing_waits"):
+        echo(escape_line(f"It gets no jobs now: {blocked}."), err=True)
 
 
 @servers.command("remove")

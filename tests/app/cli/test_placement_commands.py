@@ -216,12 +216,17 @@ def test_each_kind_can_be_stopped_and_resumed(api: HTTPServer, kind: str, word: 
 
 def test_a_server_is_registered_with_what_it_declares(api: HTTPServer) -> None:
     seen = answers(api, "POST", "/admin/register", {"slots": 1})
-    reasons = [{"code": "nothing_waits", "sentence": "No job waits."}, {"code": "down", "sentence": "Nobody answers."}]
+    reasons = [
+        {"code": "nothing_waits", "sentence": "no job waits"},
+        {"code": "down", "sentence": "nobody answers"},
+        {"code": "no_worker", "sentence": "no worker is alive"},
+    ]
     answers(api, "GET", "/admin/servers/gpu1/check", {"reasons": reasons})
     words = ["zimg", "gpu1", "http://gpu1/x", "--attribute", "gpu=A100", "--attribute", "memory=80", "--weight", "2"]
     done = run("servers", "register", *words, "--model-version", "2.1")
     assert (done.exit_code, done.stdout) == (0, "gpu1 serves zimg on 1 slot.\n")
-    assert done.stderr == "Nobody answers.\n", "it is said at once if no job can start there"
+    expected = "It gets no jobs now: nobody answers; no worker is alive.\n"
+    assert done.stderr == expected, "it is said at once if no job can start there"
     sent = seen[0].get_json()
     assert (sent["attributes"], sent["weight"], sent["model_version"]) == ({"gpu": "A100", "memory": 80}, 2, "2.1")
     assert "runtime" not in sent

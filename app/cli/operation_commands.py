@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from app.cli.findings import Finding, worst_level
-from app.cli.output import age, api_client, display, json_option, limit_option, print_json, print_table
+from app.cli.output import age, api_client, display, json_option, limit_option, print_json, print_table, short_id
 from app.terminal import console, echo, escape_line
 from slotkeeper.client_errors import ApiError, ApiUnreachable
 from tasks.process_files import ROLES, liveness_problem
@@ -88,7 +88,7 @@ def _render_view(api: Any) -> Any:
         fleets.add_row(*map(escape_line, [*counts, ", ".join(names)]))
     newest = new_table("Newest jobs", "job", "model", "status", "priority", "attempts", "slot", "age")
     for job in api.get("/queue/jobs", limit=_WATCH_JOBS)["jobs"]:
-        values = (job["job_id"], job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
+        values = (short_id(job["job_id"]), job["model"], job["status"], job["priority"], job["attempts"], job["slot"])
         newest.add_row(*(escape_line(display(value)) for value in values), age(job["created_at"]))
     states = api.get("/admin/ledger")["by_state"]
     summary = "   ".join(f"{state} {count}" for state, count in states.items() if count) or "no jobs yet"

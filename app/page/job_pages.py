@@ -199,6 +199,11 @@ def retry_chosen() -> Any:
     return redirect(f"/page/dead?done={sum(_try_retry(job_id) for job_id in job_ids)}-retried", 303)
 
 
+@page_view("/page/dead/retry-all", admin=True)
+def ask_to_retry_all() -> Any:
+    return render_page("retry_all.html", model=_query_value("model"))
+
+
 @page_view("/page/dead/retry-all", method="POST", admin=True)
 def retry_all() -> Any:
     result = jobs_api.retry_all_dead(RetryAllQuery(model=form().get("model") or None))

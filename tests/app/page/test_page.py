@@ -373,7 +373,10 @@ def test_retry_all_is_of_those_that_are_shown(api: Api) -> None:
     somebody = visitor(api)
     assert "Retry all<" in somebody.get("/page/dead").text
     page = somebody.get("/page/dead?model=zimg").text
-    assert "Retry all of zimg<" in page and 'name="model" value="zimg"' in page
+    assert "Retry all of zimg<" in page and 'href="/page/dead/retry-all?model=zimg"' in page
+    page = somebody.get("/page/dead/retry-all?model=zimg").text
+    assert "Retry all dead jobs of zimg?" in page and 'name="model" value="zimg"' in page
+    assert api.job(shown).state == "dead", "it asks first"
     somebody.post("/page/dead/retry-all", model="zimg")
     assert [api.job(job).state for job in (shown, other)] == ["queued", "dead"]
 

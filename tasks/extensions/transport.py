@@ -10,6 +10,7 @@ import lzma
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
 from typing import Any, cast
 
@@ -34,6 +35,14 @@ def count_unacknowledged(client: Redis) -> int:
     return int(client.zcount(Channel.unacked_index_key, 0, time.time() - _LONG_HELD_S))
 
 
+def count_receivers(channel: Any) -> int | None:
+    """Return how many clients received the last message that `channel` published to a fanout exchange.
+
+    None: unknown, because none was published or the broker does not count them.
+    """
+    return channel.receivers if isinstance(channel, Channel) else None
+
+
 class QoS(redis.QoS):
     """Returns unacknowledged messages to their queues, if the connection is open."""
 
@@ -49,10 +58,11 @@ class Channel(redis.Channel):
     """A channel on which only the connection can fail: a message that cannot be decoded is dropped."""
 
     QoS = QoS
+    receivers: int | None = None
 
     def _get_client(self) -> Any:
-        """Return the client class, with which messages and bindings are written even if Redis has no free memory."""
-        return OomTolerantRedis
+        """Return what makes clients: they write messages and bindings even if Redis has no free memory."""
+        return partial(_Client, self)
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -78,6 +88,18 @@ class Channel(redis.Channel):
         if isinstance(error, connection_errors) and not isinstance(error, _READ_ERRORS):
             raise error
         log.warning("malformed_message_dropped", error=type(error).__name__)
+
+
+class _Client(OomTolerantRedis):
+    """Stores on its channel how many clients have received a published message."""
+
+    def __init__(self, channel: Channel, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._channel = channel
+
+    def publish(self, channel: Any, message: Any, **options: Any) -> Any:
+        self._channel.receivers = receivers = super().publish(channel, message, **options)
+        return receivers
 
 
 class Transport(redis.Transport):

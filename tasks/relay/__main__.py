@@ -6,6 +6,7 @@ import threading
 from slotkeeper.config import StorageSettings, exit_if_refused
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
+from slotkeeper.process import tune_garbage_collection
 from tasks import startup
 from tasks.config import EventSettings
 from tasks.relay.relay import RelayThreads
@@ -20,6 +21,7 @@ def main() -> None:
         startup.prepare()
         database = Database(StorageSettings().sqlalchemy_url)
         relay_threads = RelayThreads(database, EventSettings(), ChangeListener(database))
+    tune_garbage_collection()
     relay_threads.start()
     stopped.wait()
     relay_threads.end()

@@ -6,6 +6,7 @@ import sys
 from slotkeeper.config import StorageSettings, exit_if_refused
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
+from slotkeeper.process import tune_garbage_collection
 from tasks import liveness, startup
 from tasks.config import EventSettings
 from tasks.relay.relay import RelayThreads
@@ -33,6 +34,7 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    tune_garbage_collection()
     liveness.start_reporting("webhooks", processes())
     if relay_threads is not None:
         relay_threads.start()

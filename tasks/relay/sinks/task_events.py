@@ -1,12 +1,14 @@
 """A sink that publishes jobs as Celery's task events, so that Flower and other receivers show every job.
 
 The events are made from the outbox and not by the workers, so they include jobs that are queued or delayed.  Each event
-has all fields of its task, because a receiver may have started after the earlier events.
+has all fields of its task and the times of its run, because a receiver may have started after the earlier events.  So
+of several transitions of a job in one batch only the last is published; a receiver would show the others very briefly.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import orjson
 from celery import Celery
@@ -19,6 +21,7 @@ from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events, jobs
 from tasks import offer_messages
+from tasks.extensions import transport
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
 
 CLIENT_HOSTNAME = "slotkeeper"
@@ -49,11 +52,24 @@ _ACTIVE = (
     .limit(_MAX_ACTIVE)
 )
 _SUBMITTED = frozenset({Reason.SUBMITTED, Reason.SCHEDULED})
+_MAX_RUNS = 20_000  # kept in memory; the database has the others
+_SILENCE_S = 1.0  # after a message that nobody received
 
 
 class _Run(NamedTuple):
     worker: str
     began_s: float
+
+
+class _TaskEvent(NamedTuple):
+    type: str
+    hostname: str
+    fields: dict[str, Any]
+
+    def after(self, earlier: Self) -> Self:
+        """Return this event with the time at which its task was sent, if the earlier event has it."""
+        sent = earlier.fields["timestamp"] if earlier.type == "task-sent" else earlier.fields.get("sent")
+        return self if sent is None else self._replace(fields=self.fields | {"sent": sent})
 
 
 class TaskEventSink:
@@ -66,6 +82,8 @@ class TaskEventSink:
         self._app, self._database = app, database
         self._dispatcher: EventDispatcher | None = None
         self._connection: Any = None
+        self._runs: dict[str, _Run] = {}  # in progress, by job; complete since the last `resume_after`, up to _MAX_RUNS
+        self._silent_until = 0.0  # Until then nobody listens.
         self._errors: tuple[type[BaseException], ...] = (
             OperationalError,
             OSError,
@@ -73,22 +91,30 @@ class TaskEventSink:
         )
 
     def resume_after(self, position: int) -> int:
+        self._runs.clear()  # Another relay may have published the transitions in between.
         return position
 
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
-        """Publish the events of a batch as one message, in order.  Raises SinkUnavailable, DatabaseUnavailable."""
-        try:
-            transitions = [published for published in batch if published.type.startswith("job.")]
-            results, runs = self._results(transitions), self._runs(transitions)
-            dispatcher, has_no_worker = self._connect(), False
-            for transition in transitions:
-                for type_, hostname, fields in _task_events(transition.event, runs, results):
-                    has_no_worker |= hostname == CLIENT_HOSTNAME and type_ != "task-sent"
-                    _send(dispatcher, type_, hostname, fields)
-            _flush(dispatcher, has_no_worker)
-        except self._errors as error:
-            self.close()
-            raise SinkUnavailable(str(error) or type(error).__name__) from error
+        """Publish the last task event of each job in a batch, all in one message.
+
+        If nobody received the last message, nothing is published for a second: a receiver that comes meanwhile learns
+        of waiting and running jobs by `publish_active`.  Raises SinkUnavailable, DatabaseUnavailable.
+        """
+        if time.monotonic() < self._silent_until:
+            self._runs.clear()
+            return
+        transitions = [published for published in batch if published.type.startswith("job.")]
+        results = self._results(transitions)
+        self._load_runs(transitions)
+        last: dict[str, _TaskEvent] = {}  # by job, in the order of publication
+        for transition in transitions:
+            event = _task_event(transition.event, self._runs, results)
+            if event is not None:
+                earlier = last.pop(transition.key, None)
+                last[transition.key] = event if earlier is None else event.after(earlier)
+        while len(self._runs) > _MAX_RUNS:
+            del self._runs[next(iter(self._runs))]
+        self._send_all(last.values())
 
     def publish_active(self) -> None:
         """Publish the latest events of queued and running jobs again, at most 500 of each, for new receivers.
@@ -100,16 +126,35 @@ class TaskEventSink:
                 connection.execute(_ACTIVE, {"p_state": state}).all() for state in (State.QUEUED, State.RUNNING)
             )
         runs = self._read_runs([row.id for row in running], _NEWEST)
+        # Later attempts are shown as retried; a `task-sent` would undo that.
+        sent = (
+            _TaskEvent("task-sent", CLIENT_HOSTNAME, _task(row, row.created_ms / 1000))
+            for row in queued
+            if row.attempt == 0
+        )
+        started = (
+            _TaskEvent("task-started", run.worker, _task(row, run.began_s))
+            for row in running
+            if (run := runs.get(row.id)) is not None
+        )
+        self._send_all([*sent, *started])
+
+    def _send_all(self, events: Collection[_TaskEvent]) -> None:
+        """Publish task events as one message.  Raises SinkUnavailable."""
+        if not events:
+            return
         try:
-            dispatcher = self._connect()
-            for row in queued:
-                if row.attempt == 0:  # Later attempts are shown as retried; this event would undo that.
-                    _send(dispatcher, "task-sent", CLIENT_HOSTNAME, _task(row, row.created_ms / 1000))
-            for row in running:
-                if (run := runs.get(row.id)) is not None:
-                    for type_ in ("task-received", "task-started"):
-                        _send(dispatcher, type_, run.worker, _task(row, run.began_s))
-            _flush(dispatcher, any(run.worker == CLIENT_HOSTNAME for run in runs.values()))
+            dispatcher, has_no_worker = self._connect(), False
+            for event in events:
+                has_no_worker |= event.hostname == CLIENT_HOSTNAME and event.type != "task-sent"
+                if event.type == "task-started":  # as a worker does; the event shows when the job was received
+                    _send(dispatcher, event._replace(type="task-received"))
+                _send(dispatcher, event)
+            dispatcher.flush()
+            if transport.count_receivers(self._connection.default_channel) == 0:
+                self._silent_until = time.monotonic() + _SILENCE_S
+            elif has_no_worker:  # Receivers would list CLIENT_HOSTNAME as a worker that is online.
+                dispatcher.send("worker-offline")
         except self._errors as error:
             self.close()
             raise SinkUnavailable(str(error) or type(error).__name__) from error
@@ -135,15 +180,16 @@ class TaskEventSink:
         with self._database.read() as connection:
             return {row.id: row.result or "" for row in connection.execute(_RESULTS, {"p_ids": completed})}
 
-    def _runs(self, transitions: Sequence[PublishedEvent]) -> dict[str, _Run]:
-        """Return the runs that were in progress before these transitions, by job."""
+    def _load_runs(self, transitions: Sequence[PublishedEvent]) -> None:
+        """Read the runs that were in progress before these transitions, if they are not in memory."""
         first = {published.key: published for published in reversed(transitions)}
         ids = [
             job_id
             for job_id, published in first.items()
-            if published.type != _STARTED and not _is_submit(published.event)
+            if published.type != _STARTED and job_id not in self._runs and not _has_no_run(published.event)
         ]
-        return self._read_runs(ids, transitions[0].number) if ids else {}
+        if ids:
+            self._runs |= self._read_runs(ids, transitions[0].number)
 
     def _read_runs(self, ids: Sequence[str], before: int) -> dict[str, _Run]:
         """Return the runs of these jobs that were in progress before the event of this number, by job."""
@@ -162,10 +208,8 @@ class TaskEventSink:
             connection.collect()
 
 
-def _task_events(
-    event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the types, host names and fields of the task events for one transition, and update `runs`."""
+def _task_event(event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]) -> _TaskEvent | None:
+    """Return the task event for one transition, and update `runs`."""
     data, job = event["data"], event["subject"]
     at_s = datetime.fromisoformat(data["at"]).timestamp()
     run = runs.pop(job, None)
@@ -173,36 +217,43 @@ def _task_events(
         run = runs[job] = _Run(data.get("worker") or CLIENT_HOSTNAME, at_s)
     worker = CLIENT_HOSTNAME if run is None else run.worker
     task = _request(data) | {"uuid": job, "timestamp": at_s}
+    times = {} if run is None else {"received": run.began_s, "started": run.began_s}
     match event["type"]:
         case "job.enqueued" | "job.delayed" if _is_submit(event):
-            yield "task-sent", worker, task
+            return _TaskEvent("task-sent", worker, task)
         case "job.started":
-            yield "task-received", worker, task
-            yield "task-started", worker, task
+            return _TaskEvent("task-started", worker, task)
         case "job.enqueued" | "job.delayed" if data["why"] != Reason.DUE:
-            yield "task-retried", worker, task | {"exception": _reason(data), "traceback": ""}
+            return _TaskEvent("task-retried", worker, task | times | {"exception": _reason(data), "traceback": ""})
         case "job.completed":
             runtime = {} if run is None else {"runtime": at_s - run.began_s}
-            yield "task-succeeded", worker, task | runtime | {"result": results.get(job, "")}
+            return _TaskEvent("task-succeeded", worker, task | times | runtime | {"result": results.get(job, "")})
         case "job.failed" | "job.dlq":
-            yield "task-failed", worker, task | {"exception": _reason(data), "traceback": ""}
+            return _TaskEvent("task-failed", worker, task | times | {"exception": _reason(data), "traceback": ""})
         case "job.canceled" | "job.expired" as ended:
             expired = ended == "job.expired"
-            yield "task-revoked", worker, task | {"terminated": run is not None, "signum": None, "expired": expired}
+            revoked = {"terminated": run is not None, "signum": None, "expired": expired}
+            return _TaskEvent("task-revoked", worker, task | times | revoked)
+    return None
 
 
 def _is_submit(event: Mapping[str, Any]) -> bool:
     return event["data"]["why"] in _SUBMITTED
 
 
+def _has_no_run(event: Mapping[str, Any]) -> bool:
+    """Return whether this is the transition of a job that cannot have run just before."""
+    return _is_submit(event) or event["data"]["why"] == Reason.DUE
+
+
 def _request(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that describe the task, as in its message."""
-    args, kwargs = offer_messages.displayed_args(data["model"])
+    args, _ = offer_messages.displayed_args(data["model"])
     queue = offer_messages.queue_name(data["model"])
     return {
         "name": offer_messages.TASK,
         "args": args,
-        "kwargs": kwargs,
+        "kwargs": {},  # not as text, which Flower would parse: a quarter of its work for an event
         "retries": max(data["attempt"] - 1, 0),
         "eta": None,
         "expires": None,
@@ -225,20 +276,10 @@ def _reason(data: Mapping[str, Any]) -> str:
     return f"{error['code']}: {error['message']}" if error else str(data["why"])
 
 
-def _flush(dispatcher: EventDispatcher, has_no_worker: bool) -> None:
-    """Publish the buffered events.
-
-    has_no_worker: some of them name CLIENT_HOSTNAME, which receivers would list as a worker that is online.
-    """
-    dispatcher.flush()
-    if has_no_worker:
-        dispatcher.send("worker-offline")
-
-
-def _send(dispatcher: EventDispatcher, type_: str, hostname: str, fields: Mapping[str, Any]) -> None:
+def _send(dispatcher: EventDispatcher, event: _TaskEvent) -> None:
     """Buffer an event that names the job's worker as its host instead of the process that publishes it."""
 
     def make_event(type_: str, **fields: Any) -> Any:
-        return Event(type_, **fields | {"hostname": hostname})
+        return Event(type_, **fields | {"hostname": event.hostname})
 
-    dispatcher.send(type_, Event=make_event, **fields)
+    dispatcher.send(event.type, Event=make_event, **event.fields)

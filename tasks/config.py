@@ -7,6 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from routing.config import RoutingSettings
 from slotkeeper.config import Settings
+from slotkeeper.errors import InvalidSetting
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
@@ -108,7 +109,19 @@ class TaskSettings(Settings):
 
     @property
     def broker(self) -> str:
-        return _with_certificate_check(self.broker_url or RoutingSettings().effective_redis_url)
+        """The broker's URL.  Raises InvalidSetting: Celery has no transport for it."""
+        from kombu.transport import resolve_transport  # Here, since the commands read these settings without Celery.
+
+        url = self.broker_url or RoutingSettings().effective_redis_url
+        try:
+            resolve_transport(url.partition("://")[0])
+        except (KeyError, ImportError):
+            variable = "SLOTKEEPER_BROKER_URL" if self.broker_url else "SLOTKEEPER_REDIS_URL"
+            raise InvalidSetting(
+                f"{variable} names no broker that this installation can use: such as redis://:PASSWORD@host:6379/0 or "
+                "amqp://USER:PASSWORD@host:5672//."
+            ) from None
+        return _with_certificate_check(url)
 
     @property
     def results(self) -> str:

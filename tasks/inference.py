@@ -6,7 +6,8 @@ A worker receives a wake-up message for an offer, whose task id is the job's id.
 without this code, sends a message without an offer: the worker that receives it submits the job for that client.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
@@ -53,12 +54,25 @@ class ResultBackendUnavailable(Exception):
 
 
 class JobResult(AsyncResult):
-    """The result of a submitted job; `get` says in one sentence that the result backend is away."""
+    """The result of a submitted job, which says in one sentence that the result backend is away."""
 
     def get(self, *args: Any, **options: Any) -> Any:
         """As Celery's.  Raises ResultBackendUnavailable."""
-        try:
+        with self._explains_outage():
             return super().get(*args, **options)
+
+    @property
+    def state(self) -> Any:
+        """As Celery's; also read by `ready`.  Raises ResultBackendUnavailable."""
+        with self._explains_outage():
+            return super().state
+
+    status = state
+
+    @contextmanager
+    def _explains_outage(self) -> Iterator[None]:
+        try:
+            yield
         except (RedisError, RuntimeError) as error:
             # Celery raises a RuntimeError when it has tried long enough to connect again.
             cause = error.__cause__ if isinstance(error, RuntimeError) else error
@@ -99,10 +113,14 @@ class InferTask(RetriedTask):
         accepted = _submit(
             call_options.read_submission(job_id, args or (), kwargs or {}, given), accepts_other_id=task_id is None
         )
-        result = JobResult(accepted, backend=self.backend, app=celery)
+        result = self.AsyncResult(accepted)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
         return result
+
+    def AsyncResult(self, task_id: str, **options: Any) -> JobResult:
+        """Return the result of the job with this id."""
+        return JobResult(task_id, backend=self.backend, app=celery, **options)
 
 
 def _submit(submission: Submission, *, accepts_other_id: bool = False) -> str:

@@ -93,9 +93,11 @@ def _refuse(reason: str | None) -> None:
 def prepare() -> None:
     """Configure the logs, and check the state folder, Redis and the secret.
 
-    Raises StateFolderNotPrivate, OSError: the state folder cannot be used; UnsuitableRedis.
+    Raises InvalidSetting; StateFolderNotPrivate, OSError: the state folder cannot be used; UnsuitableRedis.
     """
-    logs.configure(TaskSettings().log_level, TaskSettings().log_format)
+    settings = TaskSettings()
+    logs.configure(settings.log_level, settings.log_format)
+    _ = settings.broker  # It refuses a URL that Celery cannot use.
     restrict_state_folder(StorageSettings())
     check_redis()
     check_secret()

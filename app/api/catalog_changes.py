@@ -1,4 +1,4 @@
-"""What views share that change the catalog: they check addresses and descriptions, and refresh Redis."""
+"""What views of the catalog share: they check addresses, read status and counts, and refresh Redis."""
 
 import socket
 from collections.abc import Callable, Mapping

@@ -33,7 +33,7 @@ from app.schemas.job_schemas import (
     count_waiting,
     estimate_basis,
     estimated_start_s,
-    queue_position,
+    position_fields,
 )
 from routing.queries import explain, job_list, short_ids
 from routing.queries.job_list import Batch
@@ -64,7 +64,7 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     if query.wait and job.finished_ms is None:
         # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
         defer(request.environ, WaitForJob(job.id, query.wait))
-    return JobDetail.build(job, **queue_position(job.state, _position_of(job)))
+    return JobDetail.build(job, **position_fields(job.state, _position_of(job)))
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})

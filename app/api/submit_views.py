@@ -20,7 +20,7 @@ from app.schemas.job_schemas import (
     BatchReceipt,
     BatchReceiptItem,
     SubmitBody,
-    queue_position,
+    position_fields,
 )
 from app.schemas.job_schemas import SubmitReceipt as ReceiptView
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
@@ -62,7 +62,7 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     job = submission(body, tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
     (receipt,) = dispatcher().submit([job], tenant)
     accepted = receipt.accepted
-    position, links = queue_position(accepted.state, _position_of(receipt)), _links(accepted.id)
+    position, links = position_fields(accepted.state, _position_of(receipt)), _links(accepted.id)
     view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=links)
     return view, 202, {"Location": links["self"]}
 

@@ -1,4 +1,4 @@
-"""Parse NAME=VALUE arguments: constraints and labels of jobs, attributes of servers."""
+"""Parse arguments: NAME=VALUE, JSON, and the options of `submit` that follow from JobRequest."""
 
 import json
 import math

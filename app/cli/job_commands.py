@@ -1,5 +1,6 @@
 """Commands for jobs, batches and dead jobs."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -306,9 +307,10 @@ def attempts(job_id: str, as_json: bool) -> None:
 
 
 def print_attempts(attempts: list[dict[str, Any]]) -> None:
+    numbers = itertools.count(1)  # As the job counts its attempts: without starts that met no server.
     rows = (
         (
-            None if attempt["unreached"] else attempt["attempt"],
+            None if attempt["unreached"] else next(numbers),
             _format_outcome(attempt),
             _format_error(attempt["error"]),
             attempt["slot"],

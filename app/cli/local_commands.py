@@ -1,4 +1,4 @@
-"""Commands that run processes on this machine or change the database directly, without the API."""
+"""Commands that run processes on this machine, and `migrate`; none of them needs the API."""
 
 import os
 import sys
@@ -27,10 +27,9 @@ def up(demo: bool, demo_jobs: int, exit_after_demo: bool) -> None:
     """
     if not demo and (demo_jobs or exit_after_demo):
         raise click.UsageError("--no-demo excludes --demo-jobs and --exit-after-demo; leave one of them out.")
-    from app.up.launcher import UpOptions
-    from app.up.launcher import run_up as start
+    from app.up.launcher import UpOptions, run_up
 
-    sys.exit(start(UpOptions(demo, demo_jobs, exit_after_demo), _print_line))
+    sys.exit(run_up(UpOptions(demo, demo_jobs, exit_after_demo), _print_line))
 
 
 def _print_line(line: str) -> None:
@@ -45,8 +44,8 @@ def flower() -> None:
     Like `celery -A tasks flower`, but on 127.0.0.1, with a password and with bounded memory.  Flower's variables
     (FLOWER_BASIC_AUTH, FLOWER_ADDRESS, FLOWER_MAX_TASKS, ...) override this.
     """
+    from app.config import UpSettings
     from app.up.installation_folder import flower_password
-    from app.up.roles import UpSettings
     from slotkeeper.config import StorageSettings
     from slotkeeper.process import tune_garbage_collection
 

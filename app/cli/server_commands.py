@@ -1,4 +1,4 @@
-"""Commands for inference servers: list, register, probe, check, reset, remove; and their presets."""
+"""Commands for inference servers and their presets."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Commands that submit, show, explain and cancel jobs."""
+"""Commands that submit jobs, from arguments or a file, and wait for their ends."""
 
 import json
 import re

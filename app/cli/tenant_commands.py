@@ -1,4 +1,4 @@
-"""Commands for tenants, their keys and limits, and for the secrets of inference servers."""
+"""Commands for tenants, in the database without the API, and for the secrets of inference servers, by the API."""
 
 import re
 import sys

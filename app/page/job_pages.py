@@ -20,7 +20,7 @@ from routing.queries.job_timeline import Phase, PhaseKind, Timeline, merge_unrea
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, JobNotFound
-from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.states import END_SENTENCES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
 
@@ -77,6 +77,7 @@ def job(job_id: str) -> Any:
         phase_totals=[(kind, timeline.total_ms(kind, at_ms)) for kind in PhaseKind],
         bars=_bars(timeline, at_ms),
         has_ended=stored.state in FINAL_STATES,
+        end_sentence=END_SENTENCES[Reason(stored.why)] if stored.state in FINAL_STATES else None,
         is_dead=stored.state is State.DEAD,
         created_ms=stored.created_ms,
     )

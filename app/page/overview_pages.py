@@ -134,17 +134,17 @@ def slot_use_plot(use: Sequence[float], ended: Sequence[int], slots: int) -> Plo
 
     use, ended: the share and the number of ended jobs of each minute, the newest last.  slots: of the online servers.
     """
+    count = "1 job" if sum(ended) == 1 else f"{sum(ended)} jobs"
     if not slots:
-        return Plot("", "", f"No server is online. {sum(ended)} jobs ended in the last hour.")
+        return Plot("", "", f"No server is online. {count} ended in the last hour.")
     if not any(use):
-        return Plot("", "", f"Slot use over the last hour: none. {sum(ended)} jobs ended.")
+        return Plot("", "", f"Slot use over the last hour: none. {count} ended.")
     step = WIDTH / (len(use) - 1)
     points = [f"{n * step:.1f} {_y(share):.1f}" for n, share in enumerate(use)]
     line = "M" + "L".join(points)
     mean, most = sum(use) / len(use), max(use)
     words = (
-        f"Slot use over the last hour: {use[-1]:.0%} at last, {mean:.0%} on average, {most:.0%} at most. "
-        f"{sum(ended)} jobs ended."
+        f"Slot use over the last hour: {use[-1]:.0%} at last, {mean:.0%} on average, {most:.0%} at most. {count} ended."
     )
     return Plot(f"{line}L{WIDTH} {HEIGHT}L0 {HEIGHT}Z", line, words)
 

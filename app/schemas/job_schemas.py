@@ -111,7 +111,7 @@ def next_step(state: State, position: QueuePosition) -> str | None:
             return None
 
 
-def queue_position(state: State, position: QueuePosition) -> dict[str, Any]:
+def position_fields(state: State, position: QueuePosition) -> dict[str, Any]:
     """Return the next step of a job, its position and its estimated start, as fields of JobDetail and SubmitReceipt."""
     return {
         "next_step": next_step(state, position),

@@ -91,7 +91,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        reason = error.strerror
         raise InvalidSetting(
             f"The API cannot listen on {host}, port {port}: {reason}.  Set SLOTKEEPER_HOST to an address of this host, "
             "or SLOTKEEPER_PORT to a free port."

@@ -1,4 +1,4 @@
-"""The event stream of one client: first the events that it missed, page by page, then new events."""
+"""The event stream of one client: the events that it missed, page by page, then new ones and a job's progress."""
 
 import asyncio
 import time

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config import AppSettings
 from app.terminal import console, safe_json, styled
-from app.up.roles import DemoServer
+from app.up.plan import DemoServer
 from slotkeeper.client import Client, is_final
 
 Job = dict[str, Any]

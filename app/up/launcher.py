@@ -14,7 +14,7 @@ from app.up.errors import Stopped, UpError
 from app.up.guardian import Guardian
 from app.up.installation_folder import InstallationFolder, flower_password, redis_password, write_addresses
 from app.up.managed_process import Role
-from app.up.roles import VALKEY_STOP_ORDER, UpPlan, read_plan, short_path
+from app.up.plan import VALKEY_STOP_ORDER, UpPlan, read_plan, short_path
 from app.up.supervisor import Signals, Supervisor
 from tasks import process_files
 

@@ -1,4 +1,4 @@
-"""Checks before the start whether ports are free."""
+"""Checks whether ports are free, and whether a process listens on one."""
 
 import errno
 import random

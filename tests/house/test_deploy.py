@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from app.config import SETTINGS, AppSettings
-from app.up.roles import read_procfile
+from app.up.plan import read_procfile
 from slotkeeper.errors import InvalidSetting
 from tests.house.tree import REPO
 

@@ -9,7 +9,7 @@ from slotkeeper.config import StorageSettings
 from slotkeeper.errors import InvalidSetting
 from slotkeeper.registry.model_config import ModelConfig, parse_overrides
 from slotkeeper.registry.policies import POLICIES
-from tasks.config import EventSettings
+from tasks.config import EventSettings, TaskSettings
 from tests.support.builders import one_of
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -141,6 +141,13 @@ def test_new_policies_change_nothing_until_they_are_asked_for():
     assert (config.policy, config.capacity, config.capacity_per_slot, config.max_waiting) == ("priority",) + (None,) * 3
     assert (config.tenant_slots, config.tenant_slot_limits, config.weights) == (None, {}, {})
     assert config.unmatched == "accept"
+
+
+@pytest.mark.parametrize("variable", ["SLOTKEEPER_BROKER_URL", "SLOTKEEPER_REDIS_URL"])
+def test_a_broker_of_an_unknown_kind_is_refused(variable, monkeypatch):
+    monkeypatch.setenv(variable, "nonsense://somewhere")
+    with pytest.raises(InvalidSetting, match=f"^{variable} names no broker"):
+        _ = TaskSettings().broker
 
 
 def test_what_a_newer_release_has_stored_counts_as_not_set():

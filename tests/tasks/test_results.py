@@ -13,7 +13,7 @@ from kombu.exceptions import EncodeError
 
 from slotkeeper.outbox.result_notifications import ResultNotification
 from tasks import notify_large_result, results
-from tasks.inference import JobResult, ResultBackendUnavailable
+from tasks.inference import JobResult, ResultBackendUnavailable, infer
 from tests.support.threads import no_thread_left
 
 
@@ -81,3 +81,10 @@ def test_a_result_backend_that_is_away_is_one_sentence() -> None:
         JobResult("job-1", backend=backend).get(timeout=5)
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
     assert "slotkeeper job job-1" in str(raised.value)
+    for read in (lambda result: result.state, lambda result: result.status, lambda result: result.ready()):
+        with pytest.raises(ResultBackendUnavailable):
+            read(JobResult("job-1", backend=backend))
+
+
+def test_the_result_of_a_job_is_found_by_its_id() -> None:
+    assert isinstance(infer.AsyncResult("job-1"), JobResult)

@@ -19,7 +19,7 @@ from app.up import ports, valkey_server
 from app.up.errors import UpError
 from app.up.guardian import Guardian
 from app.up.managed_process import ManagedProcess, Role
-from app.up.roles import read_procfile
+from app.up.plan import read_procfile
 from migrations import migrate
 from slotkeeper.client import Client, ClientError
 from slotkeeper.db import Database

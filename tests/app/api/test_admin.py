@@ -1,4 +1,4 @@
-"""Servers, models, the dead letter queue and the ledger, by the door."""
+"""Servers, models, the dead letter queue and the ledger, over REST."""
 
 from typing import Any
 from urllib.parse import quote

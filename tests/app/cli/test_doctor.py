@@ -78,8 +78,9 @@ def test_the_help_and_the_documents_name_every_part() -> None:
     help_text = " ".join(CliRunner().invoke(main, ["doctor", "--help"]).output.split())
     monitoring = " ".join((REPO / "docs/how-to/monitoring.md").read_text().split())
     (sentence,) = re.findall("`slotkeeper doctor` checks ([^.]*)", monitoring)
-    for text in (help_text, sentence):
-        assert [part for part, name in names.items() if name.lower() not in text.lower()] == []
+    for place, text in (("the help of `doctor`", help_text), ("docs/how-to/monitoring.md", sentence)):
+        missing = [part for part, name in names.items() if name.lower() not in text.lower()]
+        assert not missing, f"{place} does not name {missing}"
     rows = re.findall(r"^\| ([a-z, ]+) \|", (REPO / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
     assert sorted(CHECKS.keys() - {part for row in rows for part in row.split(", ")}) == []
 

@@ -315,3 +315,11 @@ def test_a_model_is_shown_with_its_longest_wait(api: HTTPServer) -> None:
     )
     assert "policy *" in shown and "gpu1, gpu2" in shown
     assert json.loads(run("models", "show", "zimg", "--json").stdout) == model | config
+
+
+def test_attempts_are_numbered_as_the_job_counts_them(api: HTTPServer) -> None:
+    attempt = {"slot": "gpu1-slot0", "started_at": "x", "ended_at": "y", "outcome": "finished", "error": None}
+    met_none = attempt | {"attempt": 3, "unreached": 3, "outcome": "server_unreachable"}
+    answers(api, "GET", "/queue/jobs/j-1/attempts", {"attempts": [met_none, attempt | {"attempt": 4, "unreached": 0}]})
+    rows = [line.split() for line in run("attempts", "j-1").stdout.splitlines() if "gpu1-slot0" in line]
+    assert [row[0] for row in rows] == ["-", "1"]

@@ -10,7 +10,7 @@ import pytest
 from app.auth import session_cookie
 from app.page.admin_pages import display_setting
 from slotkeeper.clock import now_ms
-from slotkeeper.jobs.states import State
+from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from slotkeeper.registry.tenants import RevokedSessions, Tenant, Tenants
 from tasks import services
 from tests.support.api import Api
@@ -363,6 +363,13 @@ def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:
     assert [api.job(job).state for job in dead] == ["queued", "dead", "dead"]
     somebody.post("/page/dead/retry-all")
     assert {api.job(job).state for job in dead} <= {"queued", "running"}
+
+
+def test_the_page_of_an_ended_job_says_why_it_has_ended(api: Api) -> None:
+    api.register()
+    job = an_ended_job(api.dispatcher.store, State.DEAD, now_ms=now_ms())
+    page = visitor(api).get(f"/page/jobs/{job.id}").text
+    assert END_SENTENCES[Reason(job.why)] in page and f'<p class="lead">{END_SENTENCES[Reason(job.why)]}' in page
 
 
 def test_retry_all_is_of_those_that_are_shown(api: Api) -> None:

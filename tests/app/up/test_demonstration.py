@@ -3,7 +3,7 @@
 from typing import Any
 
 from app.up import demonstration
-from app.up.roles import DemoServer
+from app.up.plan import DemoServer
 from tests.support.api import Api
 from tests.support.direct_client import DirectClient
 

@@ -19,8 +19,8 @@ from app.up.demonstration import mixed_jobs
 from app.up.errors import UpError
 from app.up.installation_folder import InstallationFolder, flower_password, write_addresses
 from app.up.launcher import _welcome
+from app.up.plan import read_plan, read_procfile
 from app.up.ports import Port, check_ports, free_port, is_open
-from app.up.roles import read_plan, read_procfile
 from routing.config import RoutingSettings
 from slotkeeper.errors import InvalidSetting
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from app.up.roles import read_procfile
+from app.up.plan import read_procfile
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.registry.tenants import Tenant, Tenants

@@ -13,8 +13,9 @@ from typing import IO
 import pytest
 
 from app.up.ports import free_port
+from tests.house.tree import REPO
 from tests.support.installation import Installation
-from tests.support.snippets import PAGES, RUNNABLE, Snippet, snippets
+from tests.support.snippets import PAGES, RUNNABLE, Snippet, snippets, without_chance
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -116,6 +117,8 @@ class Reader:
         printed = []
         for output in process.stdout:
             if output.rstrip() == _DONE:
+                if snippet.prints is not None:
+                    assert without_chance("".join(printed)) == without_chance(snippet.prints), str(snippet)
                 return
             printed.append(output)
         pytest.fail(f"{snippet} failed:\n{snippet.code}\n{''.join(printed)}")
@@ -140,6 +143,25 @@ def test_what_a_page_tells_its_reader_to_run_succeeds(page: Path, installation: 
         stack.callback(reader.close)
         for snippet in runnable(page):
             reader.run(snippet)
+
+
+def test_the_tutorial_shows_what_the_start_prints(tmp_path: Path) -> None:
+    page = REPO / "docs/tutorial/first-job.md"
+    (start,) = (snippet for snippet in snippets(page) if snippet.code.strip() == "make run")
+    installation = Installation(tmp_path / "var")
+    with installation.up() as up:
+        up.says("Ctrl-C stops everything.")
+        printed = up.printed.replace(str(tmp_path / "var"), "var").replace(str(_BIN), ".venv/bin")
+    assert without_chance(printed) == without_chance(str(start.prints))
+
+
+def test_what_a_block_prints_is_compared(installation: Installation, tmp_path: Path) -> None:
+    reader = Reader(installation, tmp_path)
+    with ExitStack() as stack:
+        stack.callback(reader.close)
+        reader.run(Snippet(PAGES[0], 7, "sh", "echo 3 jobs", None, None, "4 jobs\n"))
+        with pytest.raises(AssertionError, match="jobs"):
+            reader.run(Snippet(PAGES[0], 7, "sh", "echo 3 jobs", None, None, "3 servers\n"))
 
 
 def test_a_snippet_that_fails_is_reported_with_its_place(installation: Installation, tmp_path: Path) -> None:

@@ -1,0 +1,14 @@
+"""An address on which the API cannot listen is refused in one sentence."""
+
+import pytest
+
+from app.server.__main__ import listen
+from slotkeeper.errors import InvalidSetting
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"), [("no.such.host.invalid", "[Nn]ame|[Tt]emporary"), ("192.0.2.1", "assign")]
+)
+def test_the_refusal_says_why(host: str, reason: str) -> None:
+    with pytest.raises(InvalidSetting, match=rf"cannot listen on {host}, port 8000: .*({reason}).*SLOTKEEPER_HOST"):
+        listen(host, 8000)

@@ -13,6 +13,7 @@
   Called by routing/queue/fleets.py: Fleets.begin_rebuild
   Cost O(lanes + leases)    Upholds LEASE-1, ORDER-1 ]]
 -- @include lib/epoch
+-- @include lib/slots
 
 local function delete_members(names, key_of)
   for _, name in ipairs(names) do redis.call("UNLINK", key_of(name)) end
@@ -23,7 +24,9 @@ local function delete_waiting()
     delete_members(redis.call("ZRANGE", class_key(class), 0, -1), lane_key)
     redis.call("UNLINK", class_key(class))
   end
-  delete_members(redis.call("HKEYS", GROUPS), group_key)
+  local groups = redis.call("HKEYS", GROUPS)
+  delete_members(groups, group_key)
+  delete_members(groups, function(group) return model_groups_key(model_of(group)) end)
   delete_members(redis.call("HKEYS", LANES), account_lanes_key)
   redis.call("UNLINK", CLASSES, GROUPS, LANES, accounts_to_reindex_key(), classes_to_regroup_key())
   for _, field in ipairs(redis.call("HKEYS", META)) do
@@ -44,6 +47,15 @@ local function delete_stats(all)
   end
 end
 
+local function delete_kinds()
+  local kinds = redis.call("HGETALL", KINDS)
+  for i = 1, #kinds, 2 do
+    redis.call("UNLINK", free_key(kinds[i]))
+    for model in models_in(kinds[i + 1]) do redis.call("UNLINK", model_kinds_key(model)) end
+  end
+  redis.call("UNLINK", ready_key())
+end
+
 if is_open() then return { "open", "", 0 } end
 
 local found, id = redis.call("HMGET", META, "copy", "lost", "filling", "number"), replication_id()
@@ -53,6 +65,7 @@ if (found[1] and found[1] ~= id) or found[2] == LOST or is_other_database(databa
   delete_members(redis.call("ZRANGE", LEASES, 0, -1), lease_key)
   delete_members(redis.call("HKEYS", SLOTS), displaced_key)
   delete_stats(is_other_database(database_id))
+  delete_kinds()
   redis.call("UNLINK", KINDS, RULES, FREE, COOLING, SLOTS, LEASES, SERVERS, HELD, META, excess_key(), open_offers_key())
   answer, name = "cleared", false
 elseif found[2] then

@@ -14,11 +14,10 @@
 -- @include lib/now_ms
 -- @include lib/slots
 
-local now, from, cooldown_ms, moved = now_ms(), COOLING, 0, 0
+local now, cooldown_ms, moved = now_ms(), 0, 0
 local entry, stats = get_field(SERVERS, server), stats_key("server", server)
 if not entry then return { 0, 0 } end -- it has been removed
 if first_ms > 0 then
-  from = FREE
   local times = redis.call("HINCRBY", META, "failures:" .. server, 1)
   redis.call("HDEL", stats, "loaded") -- it may have been restarted
   redis.call("HSETNX", stats, "away_since", integer_text(now))
@@ -31,7 +30,10 @@ end
 for n = 0, slots_in(entry) - 1 do
   local slot = slot_name(server, n)
   local named_ms = first_ms == 0 and tonumber(redis.call("HGET", stats, "told:" .. slot) or 0) or 0
-  if named_ms <= now and redis.call("ZREM", from, slot) == 1 then
+  local may_move = named_ms <= now
+  if may_move and first_ms > 0 then may_move = remove_free_slot(slot) end
+  if may_move and first_ms == 0 then may_move = redis.call("ZREM", COOLING, slot) == 1 end
+  if may_move then
     make_slot_available(slot, now, cooldown_ms)
     moved = moved + 1
   end

@@ -1,5 +1,5 @@
 --[[ model_status: how many jobs of a model wait, and what keeps them from starting.
-  Keys: lanes, rules, free, leases, servers, stats, meta
+  Keys: kinds, lanes, rules, free, leases, stats, meta
   Takes
     account: text           "<tenant>|<model>"
     max_free: int           count free slots up to this number
@@ -11,17 +11,16 @@
     breaker: "closed" | "open" | "half_open" | "probing", open_until_ms: int, open_why: text      of the model
   Writes nothing
   Called by routing/queue/queues.py: Queues.model_status_command
-  Clock Redis TIME    Cost O(free slots of the fleet); O(1) if max_free is 0, or jobs wait ]]
+  Clock Redis TIME    Cost O(kinds of servers of the model); O(1) if max_free is 0, or jobs wait ]]
 -- @include lib/now_ms
 -- @include lib/rules
 -- @include lib/server_stats
 
 local function count_free(model)
   local found = 0
-  for _, slot in ipairs(redis.call("ZRANGE", FREE, 0, -1)) do
-    local entry = online_server(server_of(slot))
-    if entry and serves(entry, model) then found = found + 1 end
-    if found == max_free then return found end
+  for _, kind in ipairs(redis.call("SMEMBERS", model_kinds_key(model))) do
+    found = found + redis.call("ZCARD", free_key(kind))
+    if found >= max_free then return max_free end
   end
   return found
 end

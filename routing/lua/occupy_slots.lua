@@ -1,5 +1,5 @@
 --[[ occupy_slots: offer fewer of a server's slots for a while, as many as it uses for work of others.
-  Keys: free, cooling
+  Keys: free, cooling, servers
   Takes
     server: text
     count: int        how many slots others use
@@ -7,16 +7,24 @@
   Returns
     cooling: int      how many of its slots are in cooldown for that
   Called by routing/queue/slots.py: Slots.mark_used_by_others
-  Clock Redis TIME    Cost O(slots log slots)    Upholds SLOT-1 ]]
--- @include lib/keys
+  Clock Redis TIME    Cost O(log n) a slot of the server    Upholds SLOT-1 ]]
 -- @include lib/now_ms
+-- @include lib/slots
 
 local until_ms, occupied = integer_text(now_ms() + cooldown_ms), 0
+local entry = get_field(SERVERS, server)
 for _, index in ipairs({ COOLING, FREE }) do
-  for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
-    if occupied < count and server_of(slot) == server then
-      redis.call("ZREM", FREE, slot)
-      redis.call("ZADD", COOLING, "GT", until_ms, slot) -- a longer cooldown stays as it is
+  local found = {}
+  for n = 0, entry and slots_in(entry) - 1 or -1 do
+    local slot = slot_name(server, n)
+    local score = tonumber(redis.call("ZSCORE", index, slot) or nil)
+    if score then found[#found + 1] = { slot = slot, score = score } end
+  end
+  table.sort(found, function(a, b) return a.score < b.score or (a.score == b.score and a.slot < b.slot) end)
+  for _, one in ipairs(found) do
+    if occupied < count then
+      remove_free_slot(one.slot)
+      redis.call("ZADD", COOLING, "GT", until_ms, one.slot) -- a longer cooldown stays as it is
       occupied = occupied + 1
     end
   end

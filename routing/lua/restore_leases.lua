@@ -38,7 +38,7 @@ for _, lost in ipairs(leases) do
   elseif not waits and not is_slot_taken and not present then
     write_lease(lease.job_id, lease.name, lease.owner, lease.slot, lane, job.constraints,
       score_in_lane(lane.model, job), job.created_ms, 0, 0, now, now + lease_ms)
-    redis.call("ZREM", FREE, lease.slot)
+    remove_free_slot(lease.slot)
     redis.call("ZREM", COOLING, lease.slot)
     restored = restored + 1
   end

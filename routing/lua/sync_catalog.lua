@@ -21,6 +21,8 @@
 -- @include lib/policies
 -- @include lib/slots
 
+local MANY_KINDS = 64 -- of servers that serve one model
+
 local function first_word(text, otherwise) return string.match(text, "^%S+") or otherwise end
 
 local function reweigh(account, old, new)
@@ -106,10 +108,33 @@ local function store_kinds(kinds)
   local count = 0
   for _ in pairs(kinds) do count = count + 1 end
   if known == #before and known == count then return end
+  for _, kind in ipairs(before) do
+    for model in models_in(redis.call("HGET", KINDS, kind)) do redis.call("UNLINK", model_kinds_key(model)) end
+  end
   redis.call("DEL", KINDS)
-  for kind, text in pairs(kinds) do redis.call("HSET", KINDS, kind, text) end
+  local largest = 0
+  for kind, text in pairs(kinds) do
+    redis.call("HSET", KINDS, kind, text)
+    for model in models_in(text) do
+      redis.call("SADD", model_kinds_key(model), kind)
+      largest = math.max(largest, redis.call("SCARD", model_kinds_key(model)))
+    end
+  end
+  set_field(META, "many_kinds", largest > MANY_KINDS and "1" or false)
   redis.call("DEL", classes_to_regroup_key())
   for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", classes_to_regroup_key(), class) end
+end
+
+-- Write the index of each kind's free slots again, after servers have changed their kind.
+local function index_free_slots(former_kinds)
+  for kind in pairs(former_kinds) do redis.call("UNLINK", free_key(kind)) end
+  redis.call("DEL", ready_key())
+  local slots = redis.call("ZRANGE", FREE, 0, -1, "WITHSCORES")
+  for i = 1, #slots, 2 do
+    local kind = kind_of(get_field(SERVERS, server_of(slots[i])))
+    redis.call("ZADD", free_key(kind), slots[i + 1], slots[i])
+    mark_ready(kind)
+  end
 end
 
 local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
@@ -121,15 +146,19 @@ if newest > version then return { "stale", newest } end
 
 redis.call("HSET", META, "catalog", version)
 if database_id ~= "" then redis.call("HSET", META, "record", database_id) end
-local removed = {}
-for _, server in ipairs(redis.call("HKEYS", SERVERS)) do removed[server] = true end
+local removed, former_kinds, wanted, kinds, changed = {}, {}, {}, {}, {}
+local former_servers, has_other_kinds = redis.call("HGETALL", SERVERS), false
+for i = 1, #former_servers, 2 do
+  removed[former_servers[i]] = kind_of(former_servers[i + 1])
+  former_kinds[removed[former_servers[i]]] = true
+end
 redis.call("DEL", SERVERS)
-local wanted, kinds, changed = {}, {}, {}
 for _, server in ipairs(servers) do
   redis.call("HSET", SERVERS, server.name, server.entry)
+  local kind = kind_of(server.entry)
+  if removed[server.name] ~= kind then has_other_kinds = true end
   removed[server.name] = nil
-  local kind = string.match(server.entry, "\n.*$")
-  kinds[string.sub(redis.sha1hex(kind), 1, 12)] = kind
+  kinds[kind] = string.match(server.entry, "\n.*$")
   for n = 0, server.slots - 1 do
     local slot = slot_name(server.name, n)
     if is_online_slot(slot) then wanted[slot] = true end
@@ -139,12 +168,19 @@ forget_servers(removed)
 count_leases()
 for _, index in ipairs({ FREE, COOLING }) do
   for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
-    if wanted[slot] then wanted[slot] = nil else redis.call("ZREM", index, slot) end
+    if wanted[slot] then
+      wanted[slot] = nil
+    elseif index == FREE then
+      remove_free_slot(slot)
+    else
+      redis.call("ZREM", index, slot)
+    end
   end
 end
 for slot in pairs(wanted) do
   make_slot_available(slot, now, 0)
 end
+if has_other_kinds or next(removed) then index_free_slots(former_kinds) end
 store_kinds(kinds)
 
 local before = redis.call("HGETALL", RULES)

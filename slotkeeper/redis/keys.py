@@ -13,12 +13,14 @@ import re
 # Every script gets these as KEYS, in this order; lua/lib/keys.lua assigns them to names.
 FLEET_KEYS = (
     "classes",  # hash  class -> "<kinds>\n<constraints>", see lua/lib/groups.lua; classes:<class> zset lane -> key
-    "groups",  # hash  group -> "", of those that have work; groups:<group> zset class -> key of its first lane
-    "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end
+    "groups",  # hash  group -> "", of those that have work; groups:<group> zset class -> key of its first lane;
+    # groups:<model> set of the model's groups with work
+    "kinds",  # hash  kind -> "\n<model>\n…\n@<attribute>=<value>\n…", as its servers' entries end;
+    # kinds:<model> set of the kinds that serve the model
     "lanes",  # hash  account -> number of waiting jobs; lanes:<lane> zset job@created -> seq;
     # lanes:<account> hash mark -> "" of its lanes, each "<priority>|<digest>"
     "rules",  # hash  "model <m>", "account <t>|<m>", "tenant <t>" -> configuration, see lua/lib/rules.lua
-    "free",  # zset  slot -> since when it is free, ms
+    "free",  # zset  slot -> since when it is free, ms; free:<kind> the same of the servers of one kind
     "cooling",  # zset  slot -> end of its cooldown, ms
     "slots",  # hash  slot -> job, of slots with a lease; slots:<slot> list of further jobs with a lease on it
     "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
@@ -28,8 +30,9 @@ FLEET_KEYS = (
     "held",  # hash  account -> number of slots that it holds
     "meta",  # hash  epoch (a number, while the queue is open), number (of the last epoch), filling (its name), copy,
     # record, lost (why it is closed), offers (a count), catalog (a version), waiting:<model>, failures:<server>,
-    # excess ("1": there is meta:excess);
+    # excess ("1": there is meta:excess), many_kinds ("1": a model has so many that free:<kind> is not used);
     # meta:unsorted list of accounts whose lanes need new keys after a change of rules;
+    # meta:ready zset kind -> number of offers when one last looked at it; each kind with free slots and work is here;
     # meta:open zset job -> number of its offer, of the leases that no worker has claimed yet;
     # meta:excess hash server -> number of leases beyond its slots; so many fewer of its slots are offered;
     # meta:ungrouped list of classes whose servers may differ after a change of the catalog
@@ -37,7 +40,7 @@ FLEET_KEYS = (
 
 # Version of the keys' types and meaning; raise it with any change of them.  Processes of another release have
 # another queue, which is filled from the database, so that none reads or writes what it does not understand.
-QUEUE_FORMAT = 4
+QUEUE_FORMAT = 5
 
 
 class Keys:

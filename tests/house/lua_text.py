@@ -8,7 +8,7 @@ from functools import cache
 from routing.scripts import LIBRARY
 from tests.house.tree import name_of, python_files, syntax_tree
 
-FUNCTION = r"(?:local function |function \w+\.)(\w+)"  # of a fragment, or of a policy
+FUNCTION = r"(?:local function |function (?:\w+\.)?)(\w+)"  # of a fragment, or of a policy
 
 
 def header(name: str) -> str:
@@ -34,8 +34,9 @@ def called_functions(name: str) -> str:
     text = body(name)
     fragments = "".join(re.sub(r"--[^\n]*", "", LIBRARY.read_fragment(f)) for f in included(name))
     functions: dict[str, str] = {}
-    one_line, more = r"[^\n]* end$", r".*?^end$"
-    for function, lines in re.findall(rf"^{FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
+    one_line, more = r"[^\n]* end$", r".*?^\1end$"
+    # Those of a block are indented.
+    for _, function, lines in re.findall(rf"^((?:  )?){FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
         functions[function] = functions.get(function, "") + lines + "\n"
     reached: set[str] = set()
     while fresh := {f for f in functions if f not in reached and re.search(rf"\b{f}\(", text)}:

@@ -61,6 +61,7 @@ _NOT_ANSWERS = _FIELDS | frozenset(
         "open_until",
         "penalty_at",
         "away_since",
+        "many_kinds",
         "silent_since",
         "load",
         "failures",

@@ -6,7 +6,8 @@
 Every method is one run of one script; answers come as texts and numbers.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -14,7 +15,7 @@ from redis import Redis
 
 from routing.queue import lanes
 from routing.queue.slots import model_rules, server_entry
-from routing.scripts import make_scripts
+from routing.scripts import LIBRARY, make_scripts
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Command
@@ -40,6 +41,17 @@ local function now_ms()
 end
 """
 FRAGMENTS = {"lib/now_ms": CLOCK}
+
+
+def fragments_with_limits(many_groups: int, kinds_at_once: int) -> dict[str, str]:
+    """Fragments in which so many groups are many, and so many kinds of servers are looked at at once."""
+    text, changed = re.subn(
+        r"MANY_GROUPS, KINDS_AT_ONCE = \d+, \d+",
+        f"MANY_GROUPS, KINDS_AT_ONCE = {many_groups}, {kinds_at_once}",
+        LIBRARY.read_source("lib/offers"),
+    )
+    assert changed == 1
+    return {**FRAGMENTS, "lib/offers": text}
 
 
 class Offered(NamedTuple):
@@ -110,10 +122,12 @@ class Server:
 class Room:
     """One fleet's waiting room."""
 
-    def __init__(self, client: Redis, fleet: str = "zimg", prefix: str = "test") -> None:
+    def __init__(
+        self, client: Redis, fleet: str = "zimg", prefix: str = "test", fragments: Mapping[str, str] = FRAGMENTS
+    ) -> None:
         self.client, self.fleet = client, fleet
         self.keys = Keys(prefix)
-        self.scripts = make_scripts(client, self.keys, FRAGMENTS)
+        self.scripts = make_scripts(client, self.keys, fragments)
         self.version = 0
         self.rules: dict[str, str] = {}
         self.servers: tuple[Server, ...] = ()
@@ -151,6 +165,15 @@ class Room:
         if name in FLEET_KEYS:
             return self.keys.fleet_key(self.fleet, name)
         return f"{self.keys.fleet_keys(self.fleet)[0].removesuffix(':classes')}:{name}"
+
+    def set_free(self, slot: str, since_ms: int | None) -> None:
+        """Write a slot into the indexes of free slots, of a fleet with one kind of server; None: remove it."""
+        (kind,) = self.client.hkeys(self.key("kinds"))
+        for index in ("free", f"free:{kind.decode()}"):
+            if since_ms is None:
+                self.client.zrem(self.key(index), slot)
+            else:
+                self.client.zadd(self.key(index), {slot: since_ms})
 
     def members(self, name: str) -> list[str]:
         """Of `free`, `cooling`, `leases`, or a class's lanes `classes:<class>`, in order."""

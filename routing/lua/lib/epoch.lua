@@ -27,7 +27,7 @@ end
 -- Return whether the queue is complete.  If not, nothing is offered, for whose turn it is and which slot is free are
 -- unknown (ORDER-1).  Without `now`, INFO is asked.
 local function is_open(now)
-  load_fields(META, "epoch", "number", "copy", "offers", "excess")
+  load_fields(META, "epoch", "number", "copy", "offers", "excess", "many_kinds")
   local id = get_field(META, "epoch") and (now and recent_replication_id(now) or replication_id())
   return id and get_field(META, "copy") == id
 end
@@ -41,7 +41,7 @@ end
 -- A caller has seen `offers` made since the queue was filled as `epoch`.  If Redis knows of fewer, it has lost some:
 -- close the queue until it is filled again.
 local function close_if_offers_were_lost(epoch, offers)
-  load_fields(META, "epoch", "number", "copy", "offers", "excess")
+  load_fields(META, "epoch", "number", "copy", "offers", "excess", "many_kinds")
   local is_same = get_field(META, "epoch") and get_field(META, "epoch") == epoch
   if not is_same or get_number(META, "offers") >= offers then return end
   set_field(META, "epoch", false)

@@ -8,17 +8,25 @@
 
 local NO_SERVER = "-" -- the kinds of a class that no server can run
 
-local kinds_read
+local kinds_read = {}
 
--- Return the kinds of servers that serve the model and meet the constraints, as one short name; NO_SERVER: none does.
-local function kinds_for(model, constraints)
-  kinds_read = kinds_read or redis.call("HGETALL", KINDS)
+-- Return the kinds of servers that serve the model and meet the constraints.
+local function kinds_that_run(model, constraints)
+  local name = model .. "\n" .. constraints
+  if kinds_read[name] then return kinds_read[name] end
   local found = {}
-  for i = 1, #kinds_read, 2 do
-    if serves(kinds_read[i + 1], model) and meets_constraints(constraints, kinds_read[i + 1], model) then
-      found[#found + 1] = kinds_read[i]
+  for _, kind in ipairs(redis.call("SMEMBERS", model_kinds_key(model))) do
+    if constraints == "" or meets_constraints(constraints, get_field(KINDS, kind), model) then
+      found[#found + 1] = kind
     end
   end
+  kinds_read[name] = found
+  return found
+end
+
+-- Return the same as one short name; NO_SERVER: there is none.
+local function kinds_for(model, constraints)
+  local found = kinds_that_run(model, constraints)
   if #found == 0 then return NO_SERVER end
   table.sort(found)
   return string.sub(redis.sha1hex(table.concat(found)), 1, 12)
@@ -41,7 +49,20 @@ local function leave_group(group, class)
 end
 
 local function drop_if_empty(group)
-  if redis.call("EXISTS", group_key(group)) == 0 then redis.call("HDEL", GROUPS, group) end
+  if redis.call("EXISTS", group_key(group)) == 1 then return end
+  redis.call("HDEL", GROUPS, group)
+  redis.call("SREM", model_groups_key(model_of(group)), group)
+end
+
+-- Return whether models have too many kinds of servers for an index of each.
+local function has_many_kinds() return get_field(META, "many_kinds") == "1" end
+
+-- A group has work: an offer has to look at the kinds of servers that serve its model.
+local function add_group(group)
+  local model = model_of(group)
+  redis.call("HSET", GROUPS, group, "")
+  if redis.call("SADD", model_groups_key(model), group) == 0 or has_many_kinds() then return end
+  for _, kind in ipairs(kinds_that_run(model, "")) do mark_ready(kind) end
 end
 
 -- Set a class's place in its group by its first lane.
@@ -58,7 +79,7 @@ local function add_class(class, constraints)
   if redis.call("HEXISTS", CLASSES, class) == 1 then return end
   local kinds = has_no_constraints(class) and "" or kinds_for(model_of(class), constraints)
   redis.call("HSET", CLASSES, class, kinds .. "\n" .. constraints)
-  if kinds ~= NO_SERVER then redis.call("HSET", GROUPS, kinds .. "|" .. model_of(class), "") end
+  if kinds ~= NO_SERVER then add_group(kinds .. "|" .. model_of(class)) end
 end
 
 -- Remove a class in which no job waits.
@@ -83,7 +104,7 @@ local function regroup(class)
   end
   redis.call("HSET", CLASSES, class, kinds .. "\n" .. constraints)
   if group then
-    redis.call("HSET", GROUPS, group, "")
+    add_group(group)
     rank_class(class)
   end
 end

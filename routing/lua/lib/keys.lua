@@ -6,12 +6,16 @@ local TAGS, STATS, HELD, META = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
 
 local function class_key(class) return CLASSES .. ":" .. class end
 local function group_key(group) return GROUPS .. ":" .. group end
+local function model_groups_key(model) return GROUPS .. ":" .. model end
+local function model_kinds_key(model) return KINDS .. ":" .. model end
+local function free_key(kind) return FREE .. ":" .. kind end
 local function lane_key(lane) return LANES .. ":" .. lane end
 local function account_lanes_key(account) return LANES .. ":" .. account end
 local function lease_key(job) return LEASES .. ":" .. job end
 local function tags_key(model) return TAGS .. ":" .. model end
 local function stats_key(kind, name) return STATS .. ":" .. kind .. ":" .. name end
 local function displaced_key(slot) return SLOTS .. ":" .. slot end
+local function ready_key() return META .. ":ready" end
 local function open_offers_key() return META .. ":open" end
 local function excess_key() return META .. ":excess" end
 local function accounts_to_reindex_key() return META .. ":unsorted" end

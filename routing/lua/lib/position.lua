@@ -18,10 +18,10 @@ end
 -- stands for.  A class that no server can run is in the way of no other class.
 local function classes_before(waiting, key)
   local classes = {}
-  for _, group in ipairs(redis.call("HKEYS", GROUPS)) do
+  for _, group in ipairs(redis.call("SMEMBERS", model_groups_key(waiting.model))) do
     if group == "|" .. waiting.model then
       classes[group] = 1
-    elseif model_of(group) == waiting.model then
+    else
       local count = redis.call("ZCOUNT", group_key(group), "-inf", key)
       local found, stands_for = sample(group_key(group), count, math.min(count, SAMPLE / 2))
       for _, ranked in ipairs(found) do classes[string.sub(ranked, 3)] = stands_for end

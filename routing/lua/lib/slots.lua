@@ -26,6 +26,28 @@ local function is_removed_slot(slot)
   return entry and number_of(slot) >= slots_in(entry)
 end
 
+-- Servers of one kind serve the same models and declare the same attributes.
+local kind_of = memoize(function(entry) return string.sub(redis.sha1hex(string.match(entry, "\n.*$")), 1, 12) end)
+
+-- A kind of server gets a free slot, or a waiting job that it may run: offers have to look at it.
+local function mark_ready(kind) redis.call("ZADD", ready_key(), "NX", get_number(META, "offers"), kind) end
+
+-- A free slot stands in the index of all, and in that of its kind.
+local function add_free_slot(slot, now)
+  local kind = kind_of(get_field(SERVERS, server_of(slot)))
+  redis.call("ZADD", FREE, now, slot)
+  redis.call("ZADD", free_key(kind), now, slot)
+  mark_ready(kind)
+end
+
+-- Returns whether it was free.
+local function remove_free_slot(slot)
+  if redis.call("ZREM", FREE, slot) == 0 then return false end
+  local entry = get_field(SERVERS, server_of(slot))
+  if entry then redis.call("ZREM", free_key(kind_of(entry)), slot) end
+  return true
+end
+
 -- Let a slot be offered, now or after a cooldown.  A slot that holds a lease is left until that is deleted, and a slot
 -- of a server that is not online until sync_catalog adds it.  `holds_no_lease`: this is known.
 local function make_slot_available(slot, now, cooldown_ms, holds_no_lease)
@@ -33,7 +55,7 @@ local function make_slot_available(slot, now, cooldown_ms, holds_no_lease)
   if cooldown_ms > 0 then
     redis.call("ZADD", COOLING, integer_text(now + cooldown_ms), slot)
   else
-    redis.call("ZADD", FREE, now, slot)
+    add_free_slot(slot, now)
   end
 end
 

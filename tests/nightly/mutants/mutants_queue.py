@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "a queue that is not rebuilt makes offers",
         "lua:lib/offers",
-        lua_swap("limit > 0 and is_open(now) and", "limit > 0 and"),
+        lua_swap("limit == 0 or not is_open(now) or", "limit == 0 or"),
         kills=["test_nothing_is_offered_before_the_room_is_open"],
         breaks="ORDER-1",
     ),
@@ -153,9 +153,40 @@ MUTANTS = [
     Mutant(
         "slots in use by others are offered",
         "lua:occupy_slots",
-        lua_swap('redis.call("ZREM", FREE, slot)', ""),
+        lua_swap("remove_free_slot(one.slot)", ""),
         kills=["test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while"],
         breaks="SLOT-1",
+    ),
+    Mutant(
+        "a slot that is not free stays in the index of its kind",
+        "lua:lib/slots",
+        lua_swap('if entry then redis.call("ZREM", free_key(kind_of(entry)), slot) end', ""),
+        kills=["test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done"],
+        breaks="SLOT-2",
+    ),
+    Mutant(
+        "a kind of server that gets a free slot is not looked at if very many groups wait",
+        "lua:lib/slots",
+        lua_swap(
+            'redis.call("ZADD", free_key(kind), now, slot)\n  mark_ready(kind)',
+            'redis.call("ZADD", free_key(kind), now, slot)',
+        ),
+        kills=["test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_free_slot"],
+        breaks="SLOT-2",
+    ),
+    Mutant(
+        "a kind of server that gets a waiting job is not looked at if very many groups wait",
+        "lua:lib/groups",
+        lua_swap("mark_ready(kind)", ""),
+        kills=["test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_free_slot"],
+        breaks="SLOT-2",
+    ),
+    Mutant(
+        "the same kind of server is looked at first for ever",
+        "lua:lib/offers",
+        lua_swap('redis.call("ZADD", ready_key(), get_number(META, "offers") + 1, kind)', ""),
+        kills=["test_if_very_many_groups_wait_each_kind_of_server_has_its_turn"],
+        breaks="ORDER-1",
     ),
     Mutant(
         "aging ignores how long a job has waited",
@@ -436,7 +467,7 @@ MUTANTS = [
     Mutant(
         "health ends a cooldown that its server asked for",
         "lua:cool_down",
-        lua_swap("if named_ms <= now and redis", "if redis"),
+        lua_swap("local may_move = named_ms <= now", "local may_move = true"),
         kills=["test_a_time_that_a_server_asked_for_is_not_ended_by_its_health"],
         breaks="SLOT-2",
         still="test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room",

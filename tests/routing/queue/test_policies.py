@@ -788,5 +788,5 @@ def test_the_probes_lease_that_is_gone_does_not_block_the_breaker_for_ever(room)
     (probe,) = room.offer()
     room.client.delete(room.key(f"leases:{probe.job}"))
     room.client.hdel(room.key("slots"), probe.slot)
-    room.client.zadd(room.key("free"), {probe.slot: room.now})
+    room.set_free(probe.slot, room.now)
     assert [offer.job for offer in room.offer()] == ["j2"]

@@ -6,6 +6,7 @@ SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -26,7 +27,7 @@ from routing.admission.constraints import meets
 from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.registry.values import Server as CatalogServer
 from tests.routing.queue.search import search
-from tests.support.room import EPOCH, Job, Offered, Room, Server
+from tests.support.room import EPOCH, FRAGMENTS, Job, Offered, Room, Server, fragments_with_limits
 
 MODELS = ("flux", "zimg")
 TENANTS = ("t1", "t2", "a b%|é")
@@ -61,7 +62,7 @@ class Standing:
     def __init__(self, room: Room) -> None:
         names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
         pipe, prefix = room.client.pipeline(transaction=False), room.key("")
-        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1)}
+        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1), "set": pipe.smembers}
         named = {room.key(name): name for name in FLEET_KEYS}
         own = {name: named.get(name, name.removeprefix(prefix)) for name in names}
         kinds = {name: self._kind(own[name]) for name in names}
@@ -76,9 +77,21 @@ class Standing:
     def _kind(name: str) -> str:
         if name in ("meta:unsorted", "meta:ungrouped"):
             return "list"
+        if name.startswith("kinds:") or (name.startswith("groups:") and "|" not in name):
+            return "set"
         if name == "groups" or (name.startswith("lanes:") and name.count("|") == 1):
             return "hash"
-        zsets = ("classes:", "groups:", "lanes:", "tags:", "free", "cooling", "meta:open", "stats:failed:")
+        zsets = (
+            "classes:",
+            "groups:",
+            "lanes:",
+            "tags:",
+            "free",
+            "cooling",
+            "meta:open",
+            "meta:ready",
+            "stats:failed:",
+        )
         return "zset" if name == "leases" or name.startswith(zsets) else "hash"
 
     def hash(self, name: str) -> dict[str, str]:
@@ -98,10 +111,10 @@ class Standing:
 class PoliciesMachine(RuleBasedStateMachine):
     """Acts, and what must hold after each."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, fragments: Mapping[str, str] = FRAGMENTS) -> None:
         super().__init__()
         client.flushall()
-        self.room = Room(client)
+        self.room = Room(client, fragments=fragments)
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Offered] = {}
         self.configs = {model: Config() for model in MODELS}
@@ -317,10 +330,11 @@ class PoliciesMachine(RuleBasedStateMachine):
         assert found == marks
         assert not at.below("meta:un")
         self._check_groups(at, set(by_class))
+        self._check_kinds(at)
 
     def _check_groups(self, at: Standing, classes: set[str]) -> None:
         """A class stands in the group of those that the same servers can run, by its first lane; or nobody can."""
-        ranked = {group: at.scores(f"groups:{group}") for group in at.below("groups:")}
+        ranked = {group: at.scores(f"groups:{group}") for group in at.below("groups:") if "|" in group}
         assert at.members("groups") == ranked.keys() | {name for name in classes if name[0] == "|"}
         there = [SERVERS[name] for name, state in self.servers.items() if state != "gone"]
         members = {}
@@ -332,6 +346,31 @@ class PoliciesMachine(RuleBasedStateMachine):
                 members[f"{first[0]}|{name}"] = lanes[first]
         assert {member: key for group in ranked.values() for member, key in group.items()} == members
         assert all(group.endswith(f"|{member.split('|')[2]}") for group, them in ranked.items() for member in them)
+
+    def _check_kinds(self, at: Standing) -> None:
+        """Free slots and groups stand in the index of their kind and model; `ready` has each kind with both."""
+        models = {
+            kind: {line for line in text.split("\n") if line and line[0] != "@"}
+            for kind, text in at.hash("kinds").items()
+        }
+        by_model, free, groups = defaultdict(set), defaultdict(dict), defaultdict(set)
+        for kind, served in models.items():
+            for model in served:
+                by_model[model].add(kind)
+        assert {model: at.members(f"kinds:{model}") for model in at.below("kinds:")} == by_model
+        kind_of = {name: self._kind_of(at, entry) for name, entry in at.hash("servers").items()}
+        for slot, since in at.scores("free").items():
+            free[kind_of[slot.rsplit("-slot", 1)[0]]][slot] = since
+        assert {kind: at.scores(f"free:{kind}") for kind in at.below("free:")} == free
+        for group in at.members("groups"):
+            groups[group.rsplit("|", 1)[1]].add(group)
+        assert {name: at.members(f"groups:{name}") for name in at.below("groups:") if "|" not in name} == groups
+        assert {kind for kind in free if models[kind] & groups.keys()} <= at.scores("meta:ready").keys()
+
+    @staticmethod
+    def _kind_of(at: Standing, entry: str) -> str:
+        (found,) = (kind for kind, text in at.hash("kinds").items() if entry[entry.index("\n") :] == text)
+        return found
 
     def _check_key(self, at: Standing, lane: str, members: dict[str, float], held: Counter[str]) -> None:
         _, digest, tenant, model = lane.split("|")
@@ -448,3 +487,10 @@ def _declared(server: Server) -> CatalogServer:
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
     run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(20, stateful_step_count=40))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kinds_at_once", [1, 16])
+def test_the_same_holds_if_very_many_groups_wait(client: Redis, kinds_at_once: int):
+    fragments = fragments_with_limits(many_groups=0, kinds_at_once=kinds_at_once)
+    run_state_machine_as_test(lambda: PoliciesMachine(client, fragments), settings=search(20, stateful_step_count=40))

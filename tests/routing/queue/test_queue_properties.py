@@ -26,7 +26,18 @@ from routing.queue.slots import model_rules
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model as CatalogModel
 from tests.routing.queue.search import search
-from tests.support.room import EPOCH, LEASE_MS, OFFER_MS, START_MS, Job, Offered, Room, Server
+from tests.support.room import (
+    EPOCH,
+    FRAGMENTS,
+    LEASE_MS,
+    OFFER_MS,
+    START_MS,
+    Job,
+    Offered,
+    Room,
+    Server,
+    fragments_with_limits,
+)
 
 MODELS = {"gpu-a": ("zimg",), "gpu-slot3": ("flux", "zimg")}
 SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
@@ -142,10 +153,10 @@ class RoomMachine(RuleBasedStateMachine):
 
     known = Bundle("known")  # offers that somebody has seen, however old they are
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, fragments: Mapping[str, str] = FRAGMENTS) -> None:
         super().__init__()
         client.flushall()
-        self.room, self.model = Room(client), Model()
+        self.room, self.model = Room(client, fragments=fragments), Model()
         for name in (
             "zimg",
             "flux",
@@ -445,3 +456,9 @@ class _Standing:
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
 def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
     run_state_machine_as_test(lambda: RoomMachine(client), settings=search(20, stateful_step_count=40))
+
+
+@pytest.mark.timeout(600)
+def test_the_room_makes_the_same_offers_if_very_many_groups_wait(client: Redis):
+    fragments = fragments_with_limits(many_groups=0, kinds_at_once=16)
+    run_state_machine_as_test(lambda: RoomMachine(client, fragments), settings=search(20, stateful_step_count=40))

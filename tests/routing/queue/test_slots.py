@@ -331,7 +331,7 @@ def test_a_slot_whose_server_is_busy_is_tried_less_and_less_often(room):
     offer = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
     for cooldown_ms in (500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000):
         room.release(offer, "", return_to_lane=True, cooldown_ms=500, signal="busy", limit=0)
-        room.client.zrem(room.key("free"), "gpu-slot1" if offer.slot == "gpu-slot0" else "gpu-slot0")
+        room.set_free("gpu-slot1" if offer.slot == "gpu-slot0" else "gpu-slot0", None)
         room.later(cooldown_ms - 1)
         assert room.offer() == []
         room.later(1)
@@ -394,7 +394,7 @@ def test_of_servers_that_come_and_go_nothing_is_left(room):
         room.release(held, "", signal="failed", limit=0)
         room.cool_down(f"spot{n}", 1000)
     after = room.dump()
-    assert after.keys() == before.keys()
+    assert after.keys() <= before.keys()
     assert after[room.key("meta")].keys() == before[room.key("meta")].keys()
     assert after[room.key("stats:server:gpu")] == before[room.key("stats:server:gpu")]
 

@@ -3,8 +3,9 @@
 import random
 
 import pytest
+from redis import Redis
 
-from tests.support.room import START_MS, Job, Offered, Room, Server, a
+from tests.support.room import START_MS, Job, Offered, Room, Server, a, fragments_with_limits
 
 SECOND = 1000
 COMMON, RARE = Server("common", 1), Server("rare", 1, attributes={"gpu": "A100"})
@@ -269,3 +270,39 @@ def test_a_position_looks_at_a_bounded_number_of_lanes_however_many_classes_ther
     assert abs(room.position(jobs[-1])[1] - 5399) <= 270
     looks = sum(row["calls"] for row in room.client.info("commandstats").values())
     assert looks <= 3000
+
+
+# -- very many groups ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(client: Redis) -> Room:
+    """A room in which any number of groups counts as very many; three servers have a model each."""
+    room = Room(client, fragments=fragments_with_limits(many_groups=0, kinds_at_once=1))
+    return room.with_servers(*(Server(f"gpu{n}", 2, models=(f"m{n}",)) for n in range(3)))
+
+
+def test_if_very_many_groups_wait_each_kind_of_server_has_its_turn(crowded: Room) -> None:
+    crowded.enqueue(*(a(f"j{n}", n, model=f"m{n % 3}") for n in range(30)), limit=0)
+    served = []
+    for _ in range(6):
+        (offer,) = crowded.offer(limit=1)
+        served.append(offer.model)
+        crowded.release(offer, "", limit=0)
+    assert sorted(served[:3]) == sorted(served[3:]) == ["m0", "m1", "m2"]
+
+
+def test_kinds_whose_jobs_cannot_start_now_hide_no_others(crowded: Room) -> None:
+    for model in ("m0", "m1"):
+        crowded.configure(model, state="paused")
+    crowded.enqueue(*(a(f"j{n}", n, model=f"m{n % 3}") for n in range(6)), limit=0)
+    assert [offer.model for offer in crowded.offer()] == ["m2", "m2"]
+    crowded.configure("m0")
+    assert [offer.model for offer in crowded.offer()] == ["m0", "m0"]
+
+
+def test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_free_slot(crowded: Room) -> None:
+    first, _ = crowded.enqueue(*(a(f"j{n}", n, model="m0") for n in range(3)))
+    assert crowded.members("meta:ready") == [], "no kind has a free slot and a waiting job"
+    assert [offer.job for offer in crowded.enqueue(a("j3", 3, model="m1"))] == ["j3"]
+    assert [offer.job for offer in crowded.release(first, "", signal="ok")[1]] == ["j2"]

@@ -137,6 +137,12 @@ local function index_free_slots(former_kinds)
   end
 end
 
+local function count_indexed(kinds)
+  local count = 0
+  for kind in pairs(kinds) do count = count + redis.call("ZCARD", free_key(kind)) end
+  return count
+end
+
 local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
 if is_other_database(database_id) then
   redis.call("HDEL", META, "epoch")
@@ -180,7 +186,9 @@ end
 for slot in pairs(wanted) do
   make_slot_available(slot, now, 0)
 end
-if has_other_kinds or next(removed) then index_free_slots(former_kinds) end
+if has_other_kinds or next(removed) or count_indexed(former_kinds) ~= redis.call("ZCARD", FREE) then
+  index_free_slots(former_kinds)
+end
 store_kinds(kinds)
 
 local before = redis.call("HGETALL", RULES)

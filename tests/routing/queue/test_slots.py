@@ -382,6 +382,15 @@ def test_a_server_that_comes_again_under_its_name_begins_anew(room):
     assert room.run("server_status")[0][5] == "closed"
 
 
+def test_a_sync_writes_the_index_of_a_kind_again_if_it_lacks_slots(room):
+    room.with_slots(2)
+    (index,) = room.client.scan_iter(f"{room.key('free')}:*")
+    complete = room.client.zrange(index, 0, -1)
+    room.client.delete(index)
+    room.sync(Server("gpu", 2))
+    assert room.client.zrange(index, 0, -1) == complete
+
+
 def test_of_servers_that_come_and_go_nothing_is_left(room):
     room.with_slots(1)
     room.enqueue(a("first", 1))

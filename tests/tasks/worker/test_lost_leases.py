@@ -42,7 +42,7 @@ def _lose_leases(stage: Stage, *job_ids: str) -> None:
         stage.redis.zrem(stage.room.key("leases"), job_id)
         stage.redis.hdel(stage.room.key("slots"), slot)
         stage.redis.hdel(stage.room.key("held"), "default|zimg")
-        stage.redis.zadd(stage.room.key("free"), {slot: stage.now})
+        stage.room.set_free(slot, stage.now)
 
 
 def _start_run(stage: Stage, worker: Worker) -> tuple[ActiveRun, LeaseWatch]:

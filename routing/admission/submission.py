@@ -27,6 +27,10 @@ UrlCheck = Callable[[str], str | None]
 """Returns why a URL may not be called; None: it may."""
 
 
+PATH_WORDS = frozenset({"check", "release", "removal", "reset", "state", "stats"})
+"""What stands after a name in a path of the API or the page, such as /admin/servers/{server}/check."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request, and what its interface knows beside it.
@@ -54,6 +58,9 @@ def check_name(name: str, field: str = "model") -> str:
         raise InvalidJob(
             field, f"{field} must be 1 to 128 letters, digits or . _ / : @ + - and begin with a letter or digit"
         )
+    path, _, word = name.rpartition("/")
+    if path and word in PATH_WORDS:
+        raise InvalidJob(field, f"{field} must not end with /{word}: paths of the API have this word after a name")
     return name
 
 

@@ -1,10 +1,12 @@
 """Servers, models, the dead letter queue and the ledger, over REST."""
 
+import re
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from routing.admission.submission import PATH_WORDS
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
 from tests.support.api import ENDPOINT, Api
@@ -338,3 +340,14 @@ def test_a_job_that_vanished_is_missed(api: Api) -> None:
 def test_an_endpoint_is_kept_as_it_was_given(api: Api) -> None:
     api.register()
     assert api.client.get("/admin/servers").json["servers"][0]["models"] == {"zimg": ENDPOINT}
+
+
+def test_no_name_may_end_in_a_word_that_stands_after_names_in_paths(api: Api) -> None:
+    rules = [str(rule) for rule in api.client.application.url_map.iter_rules()]
+    found = [re.search(r"<path:(?:model|server)>/(\w+)$", rule) for rule in rules]
+    assert {word[1] for word in found if word} == PATH_WORDS
+    body = {"model": "zimg", "endpoint": "http://127.0.0.1:9/x"}
+    refused = api.client.post("/admin/register", json=body | {"server": "gpu/check"})
+    assert refused.status_code == 422 and "must not end with /check" in refused.json["detail"]
+    assert api.client.post("/admin/register", json=body | {"server": "gpu/checks"}).status_code < 300
+    assert api.client.get("/admin/servers/gpu/checks/check").json["server"] == "gpu/checks"

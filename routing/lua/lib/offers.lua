@@ -26,7 +26,7 @@ do -- Lua allows a script 200 local names, and no other file needs those of this
   end
 
   -- A source lists the servers with free slots, the longest free first, each {name, entry, stats, slots in that order,
-  -- next, source}; `since` and `first` have the slot by which the n-th stands at its place.  It is read as far as
+  -- next, source}; `since` and `first` have the slot that gives the n-th its place.  It is read as far as
   -- nth_server needs.  A server is listed again if all its slots were taken before more were read.
   local function source_of(free, key)
     local source = free.sources[key] or { key = key, by_name = {}, since = {}, first = {}, read = 0, whole = false }

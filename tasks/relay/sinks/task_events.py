@@ -53,7 +53,7 @@ _ACTIVE = (
 )
 _SUBMITTED = frozenset({Reason.SUBMITTED, Reason.SCHEDULED})
 _MAX_RUNS = 20_000  # kept in memory; the database has the others
-_SILENCE_S = 1.0  # after a message that nobody received
+_SILENCE_S = 1.0  # after a message that no client received
 
 
 class _Run(NamedTuple):
@@ -83,7 +83,7 @@ class TaskEventSink:
         self._dispatcher: EventDispatcher | None = None
         self._connection: Any = None
         self._runs: dict[str, _Run] = {}  # in progress, by job; complete since the last `resume_after`, up to _MAX_RUNS
-        self._silent_until = 0.0  # Until then nobody listens.
+        self._silent_until = 0.0  # Until then no client is expected to listen.
         self._errors: tuple[type[BaseException], ...] = (
             OperationalError,
             OSError,
@@ -97,8 +97,8 @@ class TaskEventSink:
     def publish(self, batch: Sequence[PublishedEvent]) -> None:
         """Publish the last task event of each job in a batch, all in one message.
 
-        If nobody received the last message, nothing is published for a second: a receiver that comes meanwhile learns
-        of waiting and running jobs by `publish_active`.  Raises SinkUnavailable, DatabaseUnavailable.
+        If no client received the last message, nothing is published for a second: a receiver that comes meanwhile
+        learns of waiting and running jobs by `publish_active`.  Raises SinkUnavailable, DatabaseUnavailable.
         """
         if time.monotonic() < self._silent_until:
             self._runs.clear()

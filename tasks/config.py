@@ -8,6 +8,7 @@ from pydantic_settings import SettingsConfigDict
 from routing.config import RoutingSettings
 from slotkeeper.config import Settings
 from slotkeeper.errors import InvalidSetting
+from slotkeeper.redis.connections import explain_wrong_url
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
@@ -116,10 +117,11 @@ class TaskSettings(Settings):
         try:
             resolve_transport(url.partition("://")[0])
         except (KeyError, ImportError):
-            variable = "SLOTKEEPER_BROKER_URL" if self.broker_url else "SLOTKEEPER_REDIS_URL"
+            if not self.broker_url:
+                raise InvalidSetting(explain_wrong_url(url)) from None
             raise InvalidSetting(
-                f"{variable} names no broker that this installation can use: such as redis://:PASSWORD@host:6379/0 or "
-                "amqp://USER:PASSWORD@host:5672//."
+                "SLOTKEEPER_BROKER_URL names no broker that this installation can use: such as "
+                "redis://:PASSWORD@host:6379/0 or amqp://USER:PASSWORD@host:5672//."
             ) from None
         return _with_certificate_check(url)
 

@@ -3,7 +3,8 @@
   Takes
     database_id: text
     version: int        of the catalog; one that is older than the fleet's changes nothing
-    servers: [{name: text, entry: text, slots: int}]
+    repairs: flag       look at the slots and leases of all servers, and not only of those whose entry differs
+    servers: [{name: text, entry: text}]
     rules: {text: text}      by field, see lib/rules
   Returns
     answer: "synced" | "stale" | "foreign"
@@ -15,7 +16,7 @@
   Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
   that other kinds of servers may run need new groups
   Called by routing/queue/slots.py: Slots.sync_command
-  Clock Redis TIME    Cost O(slots log slots); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
+  Clock Redis TIME    Cost O(servers + slots log n of those that differ); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/epoch
 -- @include lib/now_ms
 -- @include lib/policies
@@ -56,24 +57,72 @@ local function has_jobs_of_removed_models(changed)
   return false
 end
 
--- Count each server's leases, and how many of them have no slot.
-local function count_leases()
+-- Return the servers that are looked at: name -> {old, new}, their entries before and now; false: there is none.
+local function servers_to_place()
+  local former, entries, found = redis.call("HGETALL", SERVERS), {}, {}
+  for i = 1, #former, 2 do entries[former[i]] = former[i + 1] end
+  for _, server in ipairs(servers) do
+    local old = entries[server.name]
+    if repairs or old ~= server.entry then found[server.name] = { old = old or false, new = server.entry } end
+    entries[server.name] = nil
+  end
+  for name, old in pairs(entries) do found[name] = { old = old, new = false } end
+  return found
+end
+
+-- Count the leases of these servers, and how many of them have no slot.
+local function count_leases(placed)
   local taken, excess = {}, {}
-  for _, server in ipairs(redis.call("HKEYS", SERVERS)) do taken[server] = 0 end
+  for server, entries in pairs(placed) do
+    if entries.new then taken[server] = 0 end
+    redis.call("HDEL", excess_key(), server)
+  end
+  if repairs then redis.call("DEL", excess_key()) end
   for _, slot in ipairs(redis.call("HKEYS", SLOTS)) do
     local server = server_of(slot)
-    local displaced = redis.call("LLEN", displaced_key(slot))
-    if taken[server] then taken[server] = taken[server] + 1 + displaced end
-    local without = displaced + (is_removed_slot(slot) and 1 or 0)
-    if without > 0 then excess[server] = (excess[server] or 0) + without end
+    if repairs or placed[server] then
+      local displaced = redis.call("LLEN", displaced_key(slot))
+      if taken[server] then taken[server] = taken[server] + 1 + displaced end
+      local without = displaced + (is_removed_slot(slot) and 1 or 0)
+      if without > 0 then excess[server] = (excess[server] or 0) + without end
+    end
   end
   for server, count in pairs(taken) do
     local stats = stats_key("server", server)
     if tonumber(redis.call("HGET", stats, "taken") or "0") ~= count then redis.call("HSET", stats, "taken", count) end
   end
-  redis.call("DEL", excess_key())
   for server, count in pairs(excess) do redis.call("HSET", excess_key(), server, count) end
-  set_field(META, "excess", next(excess) and "1" or false)
+  set_field(META, "excess", redis.call("EXISTS", excess_key()) == 1 and "1" or false)
+end
+
+-- Let the slots of a server be offered if it is online now, and no others; a free slot moves to the index of its kind.
+local function place_slots(server, entries, now)
+  local old, new = entries.old, entries.new
+  local from, to = old and kind_of(old), new and kind_of(new)
+  for n = 0, math.max(old and slots_in(old) or 0, new and slots_in(new) or 0) - 1 do
+    local slot = slot_name(server, n)
+    local since = redis.call("ZSCORE", FREE, slot)
+    if since and from and from ~= to then redis.call("ZREM", free_key(from), slot) end
+    if not is_online_slot(slot) then
+      remove_free_slot(slot)
+      redis.call("ZREM", FREE, slot)
+      redis.call("ZREM", COOLING, slot)
+    elseif since and from ~= to then
+      redis.call("ZADD", free_key(to), since, slot)
+      mark_ready(to)
+    elseif not since and not redis.call("ZSCORE", COOLING, slot) then
+      make_slot_available(slot, now, 0)
+    end
+  end
+end
+
+-- Remove slots that no server has from the indexes.
+local function remove_stray_slots()
+  for _, index in ipairs({ FREE, COOLING }) do
+    for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
+      if not is_online_slot(slot) then redis.call("ZREM", index, slot) end
+    end
+  end
 end
 
 -- Delete what runs have shown of a removed model.
@@ -102,7 +151,9 @@ local function apply_change(rule, old, new)
 end
 
 -- Store the kinds of servers.  If they have changed, each class has to be put into its group again.
-local function store_kinds(kinds)
+local function store_kinds()
+  local kinds = {}
+  for _, server in ipairs(servers) do kinds[kind_of(server.entry)] = string.match(server.entry, "\n.*$") end
   local before, known = redis.call("HKEYS", KINDS), 0
   for _, kind in ipairs(before) do known = known + (kinds[kind] and 1 or 0) end
   local count = 0
@@ -125,22 +176,18 @@ local function store_kinds(kinds)
   for _, class in ipairs(redis.call("HKEYS", CLASSES)) do redis.call("RPUSH", classes_to_regroup_key(), class) end
 end
 
--- Write the index of each kind's free slots again, after servers have changed their kind.
-local function index_free_slots(former_kinds)
-  for kind in pairs(former_kinds) do redis.call("UNLINK", free_key(kind)) end
-  redis.call("DEL", ready_key())
+-- Write the index of each kind's free slots again if it lacks slots.
+local function repair_index()
+  local kinds, count = redis.call("HKEYS", KINDS), 0
+  for _, kind in ipairs(kinds) do count = count + redis.call("ZCARD", free_key(kind)) end
+  if count == redis.call("ZCARD", FREE) then return end
+  for _, kind in ipairs(kinds) do redis.call("UNLINK", free_key(kind)) end
   local slots = redis.call("ZRANGE", FREE, 0, -1, "WITHSCORES")
   for i = 1, #slots, 2 do
     local kind = kind_of(get_field(SERVERS, server_of(slots[i])))
     redis.call("ZADD", free_key(kind), slots[i + 1], slots[i])
     mark_ready(kind)
   end
-end
-
-local function count_indexed(kinds)
-  local count = 0
-  for kind in pairs(kinds) do count = count + redis.call("ZCARD", free_key(kind)) end
-  return count
 end
 
 local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
@@ -152,44 +199,25 @@ if newest > version then return { "stale", newest } end
 
 redis.call("HSET", META, "catalog", version)
 if database_id ~= "" then redis.call("HSET", META, "record", database_id) end
-local removed, former_kinds, wanted, kinds, changed = {}, {}, {}, {}, {}
-local former_servers, has_other_kinds = redis.call("HGETALL", SERVERS), false
-for i = 1, #former_servers, 2 do
-  removed[former_servers[i]] = kind_of(former_servers[i + 1])
-  former_kinds[removed[former_servers[i]]] = true
-end
-redis.call("DEL", SERVERS)
-for _, server in ipairs(servers) do
-  redis.call("HSET", SERVERS, server.name, server.entry)
-  local kind = kind_of(server.entry)
-  if removed[server.name] ~= kind then has_other_kinds = true end
-  removed[server.name] = nil
-  kinds[kind] = string.match(server.entry, "\n.*$")
-  for n = 0, server.slots - 1 do
-    local slot = slot_name(server.name, n)
-    if is_online_slot(slot) then wanted[slot] = true end
+local placed, removed, changed, has_other_kinds = servers_to_place(), {}, {}, false
+for server, entries in pairs(placed) do
+  if entries.new then
+    redis.call("HSET", SERVERS, server, entries.new)
+  else
+    redis.call("HDEL", SERVERS, server)
+    removed[server] = true
   end
+  local is_same_kind = entries.old and entries.new and kind_of(entries.old) == kind_of(entries.new)
+  has_other_kinds = has_other_kinds or not is_same_kind
 end
-forget_servers(removed)
-count_leases()
-for _, index in ipairs({ FREE, COOLING }) do
-  for _, slot in ipairs(redis.call("ZRANGE", index, 0, -1)) do
-    if wanted[slot] then
-      wanted[slot] = nil
-    elseif index == FREE then
-      remove_free_slot(slot)
-    else
-      redis.call("ZREM", index, slot)
-    end
-  end
+if next(placed) then
+  forget_servers(removed)
+  count_leases(placed)
+  for server, entries in pairs(placed) do place_slots(server, entries, now) end
 end
-for slot in pairs(wanted) do
-  make_slot_available(slot, now, 0)
-end
-if has_other_kinds or next(removed) or count_indexed(former_kinds) ~= redis.call("ZCARD", FREE) then
-  index_free_slots(former_kinds)
-end
-store_kinds(kinds)
+if repairs then remove_stray_slots() end
+if repairs or has_other_kinds then store_kinds() end
+if repairs then repair_index() end
 
 local before = redis.call("HGETALL", RULES)
 for i = 1, #before, 2 do

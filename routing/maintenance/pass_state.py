@@ -35,8 +35,8 @@ class SweepState:
     """Fleets whose queue had an older epoch than the database at the last sweep, and that epoch."""
     filling: dict[str, int] = field(default_factory=dict)
     """Fleets whose queue is being filled, and up to which `seq`."""
-    synced: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Fleet -> version of the catalog that it got last, and when (monotonic s)."""
+    synced: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    """Fleet -> version of the catalog that it got last, when (monotonic s), and when all its slots were looked at."""
     shortfalls: dict[str, Shortfall] = field(default_factory=dict)
     counted_at: float = 0.0
     """When (monotonic s) Redis and the database may be compared again."""

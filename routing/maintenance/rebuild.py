@@ -1,6 +1,6 @@
 """Fill an empty queue from the database and open it; bring a changed catalog to Redis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 from redis.exceptions import OutOfMemoryError
@@ -36,13 +36,15 @@ def _rebuild_if_closed(dispatcher: Dispatcher, fleet: str) -> None:
         rebuild_queue(dispatcher, fleet)
 
 
-def sync_catalog(dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot) -> None:
-    """Bring the catalog to these fleets, in few round trips.
+def sync_catalog(
+    dispatcher: Dispatcher, fleets: Sequence[str], catalog: CatalogSnapshot, repaired: Collection[str] = ()
+) -> None:
+    """Bring the catalog to these fleets, in few round trips.  `repaired`: those that may lack slots, too.
 
     A fleet that has a newer version, or belongs to another database, is left as it is; the next sweep fills it.  If its
     version is newer than the database's own, the database was restored from a backup since.
     """
-    for fleet, result in dispatcher.slots.sync_all(fleets, catalog).items():
+    for fleet, result in dispatcher.slots.sync_all(fleets, catalog, repaired).items():
         with isolate_errors("sync_catalog", fleet=fleet):
             _handle_sync_result(dispatcher, fleet, result, catalog)
 

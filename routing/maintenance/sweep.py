@@ -23,6 +23,8 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 log = structlog.get_logger(__name__)
 
 _READ_S = 1.5  # One sweep reads the database for so long, and leaves the rest to the next.
+_NEVER = (None, 0.0, 0.0)
+_REPAIR_S_PER_SERVER = 0.06  # A repair looks at each slot: 0.04 ms of Redis a server.
 _SYNC_EVERY_S = 20.0  # A fleet gets its catalog, and its times are checked, at least so often.
 # On PostgreSQL a row becomes visible when its transaction commits, which may be after that of a later row.
 _VISIBLE_WITHIN_S = {"postgresql": 10.0}
@@ -115,18 +117,27 @@ class Sweeper:
         """
         dispatcher, synced, now = self._dispatcher, self.state.synced, time.monotonic()
 
-        def is_due(fleet: str, count: QueueCounts) -> bool:
-            version, synced_at = synced.get(fleet, (None, 0.0))
+        def is_complete(fleet: str, count: QueueCounts) -> bool:
             slots = sum(server.slots for server in catalog.servers_of(fleet) if server.takes_jobs)
-            is_complete = count.free + count.cooling + count.taken == slots
-            return version != catalog.version or not is_complete or now - synced_at > _SYNC_EVERY_S
+            return count.free + count.cooling + count.taken == slots
 
-        due = [fleet for fleet, count in counts.items() if is_due(fleet, count)]
+        def is_due(fleet: str) -> bool:
+            version, synced_at, _ = synced.get(fleet, _NEVER)
+            return version != catalog.version or now - synced_at > _SYNC_EVERY_S
+
+        def is_repair_due(fleet: str) -> bool:
+            _, _, repaired_at = synced.get(fleet, _NEVER)
+            return now - repaired_at > max(_SYNC_EVERY_S, _REPAIR_S_PER_SERVER * len(catalog.servers_of(fleet)))
+
+        repaired = {fleet for fleet, count in counts.items() if not is_complete(fleet, count) or is_repair_due(fleet)}
+        due = [fleet for fleet in counts if fleet in repaired or is_due(fleet)]
         for fleet, times in dispatcher.fleets.clamp_times(due).items():
             if times:
                 log.warning("times_clamped", fleet=fleet, how_many=times)
-        rebuild.sync_catalog(dispatcher, due, catalog)
-        synced.update(dict.fromkeys(due, (catalog.version, now)))
+        rebuild.sync_catalog(dispatcher, due, catalog, repaired)
+        for fleet in due:
+            _, _, repaired_at = synced.get(fleet, _NEVER)
+            synced[fleet] = (catalog.version, now, now if fleet in repaired else repaired_at)
 
     # -- jobs that were queued and are not in Redis ----------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Bring the catalog's servers and rules to Redis; cooldowns and breakers of servers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -58,7 +58,6 @@ class TroubledServers:
 class _Server(NamedTuple):
     name: str
     entry: str
-    slots: int
 
 
 class SlotScripts(Protocol):
@@ -70,6 +69,7 @@ class SlotScripts(Protocol):
         *,
         database_id: str,
         version: int,
+        repairs: bool,
         servers: Sequence[_Server],
         rules: Mapping[str, str],
     ) -> Command[SyncResult]: ...
@@ -90,25 +90,31 @@ class Slots:
 
     # -- the catalog -----------------------------------------------------------------------------------------
 
-    def sync_all(self, fleets: Sequence[str], catalog: CatalogSnapshot) -> dict[str, SyncResult]:
+    def sync_all(
+        self, fleets: Sequence[str], catalog: CatalogSnapshot, repaired: Collection[str] = ()
+    ) -> dict[str, SyncResult]:
         """Make these fleets' servers, slots and rules equal to the catalog's, in few round trips.
 
-        A fleet that fails is left out.
+        repaired: fleets whose unchanged servers are looked at as well, which takes long if they are many.  A fleet that
+        fails is left out.
         """
         if fleets:
             self.scripts.redis.sadd(self.scripts.keys.known_fleets(), *fleets)
-        synced, failed = self.scripts.run_each({fleet: self.sync_command(fleet, catalog) for fleet in fleets})
+        synced, failed = self.scripts.run_each(
+            {fleet: self.sync_command(fleet, catalog, repairs=fleet in repaired) for fleet in fleets}
+        )
         log_failures("catalog_not_synced", failed)
         self._reindex_lanes([fleet for fleet, result in synced.items() if result.answer == "synced"])
         return synced
 
-    def sync_command(self, fleet: str, catalog: CatalogSnapshot) -> Command[SyncResult]:
-        """Return the command that makes one fleet equal to the catalog."""
-        servers = [_Server(server.name, server_entry(server), server.slots) for server in catalog.servers_of(fleet)]
+    def sync_command(self, fleet: str, catalog: CatalogSnapshot, *, repairs: bool = False) -> Command[SyncResult]:
+        """Return the command that makes one fleet equal to the catalog.  `repairs`: see the script."""
+        servers = [_Server(server.name, server_entry(server)) for server in catalog.servers_of(fleet)]
         return self._lua.sync_catalog(
             fleet,
             database_id=catalog.database_id,
             version=catalog.version,
+            repairs=repairs,
             servers=servers,
             rules=_rules(fleet, catalog),
         )

@@ -36,7 +36,7 @@ def called_functions(name: str) -> str:
     functions: dict[str, str] = {}
     one_line, more = r"[^\n]* end$", r".*?^\1end$"
     # Those of a block are indented.
-    for _, function, lines in re.findall(rf"^((?:  )?){FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
+    for _, function, lines in re.findall(rf"^( *){FUNCTION}\([^)]*\)({one_line}|{more})", fragments, re.S | re.M):
         functions[function] = functions.get(function, "") + lines + "\n"
     reached: set[str] = set()
     while fresh := {f for f in functions if f not in reached and re.search(rf"\b{f}\(", text)}:

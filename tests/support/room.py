@@ -116,7 +116,7 @@ class Server:
     def args(self) -> list[Any]:
         urls = dict.fromkeys(self.models, "http://gpu")
         it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight)
-        return [self.name, server_entry(it), self.slots]
+        return [self.name, server_entry(it)]
 
 
 class Room:
@@ -230,12 +230,12 @@ class Room:
         self.open()
         return self
 
-    def sync(self, *servers: Server, version: int | None = None) -> str:
+    def sync(self, *servers: Server, version: int | None = None, repairs: bool = False) -> str:
         self.version = self.version + 1 if version is None else version
         self.servers = servers
         args = [arg for server in servers for arg in server.args]
         rules = [text for rule in self.rules.items() for text in rule]
-        answer = self.run("sync_catalog", RECORD, self.version, len(servers), *args, *rules)[0]
+        answer = self.run("sync_catalog", RECORD, self.version, int(repairs), len(servers), *args, *rules)[0]
         while self.run("reindex_lanes", 7):
             pass
         return answer

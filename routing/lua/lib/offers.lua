@@ -8,164 +8,171 @@ local make_offers = nil -- luacheck: ignore 311 (set below; without a value it w
 
 do -- Lua allows a script 200 local names, and no other file needs those of this one.
   local MANY_GROUPS, KINDS_AT_ONCE = 16, 2
-  local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane: candidates for a probe
 
-  -- Return server -> number of its leases whose slot was removed or is held by another lease.  So many of its free
-  -- slots are not offered (SLOT-1).
-  local function excess_by_server()
-    if not get_field(META, "excess") then return {} end
-    local found, excess = redis.call("HGETALL", excess_key()), {}
-    for i = 1, #found, 2 do excess[found[i]] = tonumber(found[i + 1]) end
-    return excess
+  local free_slots, sources_for, next_server, take_slot
+
+  do -- free slots
+    -- Return server -> number of its leases whose slot was removed or is held by another lease.  So many of its free
+    -- slots are not offered (SLOT-1).
+    local function excess_by_server()
+      if not get_field(META, "excess") then return {} end
+      local found, excess = redis.call("HGETALL", excess_key()), {}
+      for i = 1, #found, 2 do excess[found[i]] = tonumber(found[i + 1]) end
+      return excess
+    end
+
+    -- The free slots as one call reads them, from the indexes in `sources`: one of each kind of server, or, where
+    -- models have very many kinds, that of all slots.
+    function free_slots()
+      return { sources = {}, excess = excess_by_server(), count = redis.call("ZCARD", FREE) }
+    end
+
+    -- A source lists the servers with free slots, the longest free first, each {name, entry, stats, slots in that
+    -- order, next, source}; `since` and `first` have the slot that gives the n-th its place.  It is read as far as
+    -- nth_server needs.  A server is listed again if all its slots were taken before more were read.
+    local function source_of(free, key)
+      local source = free.sources[key] or { key = key, by_name = {}, since = {}, first = {}, read = 0, whole = false }
+      free.sources[key] = source
+      return source
+    end
+
+    -- Return whether there were more free slots.
+    local function read_more(free, source)
+      if source.whole then return false end
+      local read_at_once = 32
+      local slots = redis.call("ZRANGE", source.key, source.read, source.read + read_at_once - 1, "WITHSCORES")
+      local by_name, excess, count = source.by_name, free.excess, #slots / 2
+      source.read, source.whole = source.read + count, count < read_at_once
+      for i = 1, #slots, 2 do
+        local slot = slots[i]
+        local name = server_of(slot)
+        if by_name[name] == nil then
+          local entry, stats = online_server(name), stats_key("server", name)
+          by_name[name] = entry and { name = name, entry = entry, stats = stats, slots = {}, next = 1, source = source }
+            or false
+        end
+        local server = by_name[name]
+        if (excess[name] or 0) > 0 then
+          excess[name] = excess[name] - 1
+        elseif server then
+          if not server.slots[server.next] then
+            local n = #source + 1
+            source[n], source.since[n], source.first[n] = server, tonumber(slots[i + 1]), slot
+          end
+          server.slots[#server.slots + 1] = slot
+        end
+      end
+      return count > 0
+    end
+
+    -- Return nil if there are fewer.
+    local function nth_server(free, source, n)
+      while not source[n] and read_more(free, source) do end
+      return source[n]
+    end
+
+    -- Return the indexes of the free slots that may run a job of this lane.
+    function sources_for(free, lane, model)
+      if has_many_kinds() then return { source_of(free, FREE) } end
+      local sources = {}
+      for i, kind in ipairs(kinds_that_run(model.name, lane.constraints)) do
+        sources[i] = source_of(free, free_key(kind))
+      end
+      return sources
+    end
+
+    -- Return the next server of several sources, the longest free first; nil: there is none.  `places`: of each source,
+    -- how many of its servers were returned.
+    function next_server(free, sources, places)
+      local best, since, first
+      for i, source in ipairs(sources) do
+        local n = (places[i] or 0) + 1
+        if nth_server(free, source, n) then
+          local at = source.since[n]
+          if not best or at < since or (at == since and source.first[n] < first) then
+            best, since, first = i, at, source.first[n]
+          end
+        end
+      end
+      if not best then return nil end
+      places[best] = (places[best] or 0) + 1
+      return sources[best][places[best]]
+    end
+
+    function take_slot(free, server)
+      local slot = server.slots[server.next]
+      server.next = server.next + 1
+      remove_free_slot(slot)
+      server.source.read, free.count = server.source.read - 1, free.count - 1
+      return slot
+    end
   end
 
-  -- The free slots as one call reads them, from the indexes in `sources`: one of each kind of server, or, where models
-  -- have very many kinds, that of all slots.
-  local function free_slots()
-    return { sources = {}, excess = excess_by_server(), count = redis.call("ZCARD", FREE) }
-  end
+  local next_of_models, waiting_model
 
-  -- A source lists the servers with free slots, the longest free first, each {name, entry, stats, slots in that order,
-  -- next, source}; `since` and `first` have the slot that gives the n-th its place.  It is read as far as
-  -- nth_server needs.  A server is listed again if all its slots were taken before more were read.
-  local function source_of(free, key)
-    local source = free.sources[key] or { key = key, by_name = {}, since = {}, first = {}, read = 0, whole = false }
-    free.sources[key] = source
-    return source
-  end
+  do -- whose turn it is
+    -- Return the rank of a model's next job among those of other models: by priority, then by acceptance.  `by_time`:
+    -- by the time of acceptance, as scores of another meaning cannot be compared.
+    local function turn_of(lane, model, by_time, now)
+      local own, policy = parse_lane(lane.name).priority, policy_of(model.name)
+      local priority = policy.priority_among_models(own, lane.key, model.rules, now)
+      local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
+      local accepted = by_time and select(2, parse_lane_member(head[1])) or tonumber(head[2])
+      return priority * PRIORITY_STEP + accepted
+    end
 
-  -- Return whether there were more free slots.
-  local function read_more(free, source)
-    if source.whole then return false end
-    local read_at_once = 32
-    local slots = redis.call("ZRANGE", source.key, source.read, source.read + read_at_once - 1, "WITHSCORES")
-    local by_name, excess, count = source.by_name, free.excess, #slots / 2
-    source.read, source.whole = source.read + count, count < read_at_once
-    for i = 1, #slots, 2 do
-      local slot = slots[i]
-      local name = server_of(slot)
+    local function has_other_scores(models)
+      for _, model in ipairs(models) do
+        if policy_of(model.name).lane_score then return true end
+      end
+      return false
+    end
+
+    local function is_lane_before(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end
+
+    -- Models with waiting jobs that may be offered now: by name, false for others.
+    local function read_group(by_name, group, now)
+      local name = model_of(group)
       if by_name[name] == nil then
-        local entry, stats = online_server(name), stats_key("server", name)
-        by_name[name] = entry and { name = name, entry = entry, stats = stats, slots = {}, next = 1, source = source }
-          or false
+        local rules, stats = rules_of(name), stats_key("model", name)
+        local may_start = not is_stopped(rules.state) and breaker_allows(stats, now)
+        by_name[name] = may_start and { name = name, rules = rules, stats = stats, lanes = {} } or false
       end
-      local server = by_name[name]
-      if (excess[name] or 0) > 0 then
-        excess[name] = excess[name] - 1
-      elseif server then
-        if not server.slots[server.next] then
-          local n = #source + 1
-          source[n], source.since[n], source.first[n] = server, tonumber(slots[i + 1]), slot
-        end
-        server.slots[#server.slots + 1] = slot
-      end
+      local lane = by_name[name] and first_lane(group)
+      if lane then table.insert(by_name[name].lanes, lane) end
+      return by_name[name]
     end
-    return count > 0
-  end
 
-  -- Return nil if there are fewer.
-  local function nth_server(free, source, n)
-    while not source[n] and read_more(free, source) do end
-    return source[n]
-  end
-
-  -- Return the indexes of the free slots that may run a job of this lane.
-  local function sources_for(free, lane, model)
-    if has_many_kinds() then return { source_of(free, FREE) } end
-    local sources = {}
-    for i, kind in ipairs(kinds_that_run(model.name, lane.constraints)) do
-      sources[i] = source_of(free, free_key(kind))
-    end
-    return sources
-  end
-
-  -- Return the next server of several sources, the longest free first; nil: there is none.  `places`: of each source,
-  -- how many of its servers were returned.
-  local function next_server(free, sources, places)
-    local best, since, first
-    for i, source in ipairs(sources) do
-      local n = (places[i] or 0) + 1
-      if nth_server(free, source, n) then
-        local at = source.since[n]
-        if not best or at < since or (at == since and source.first[n] < first) then
-          best, since, first = i, at, source.first[n]
+    -- Return the models of these groups whose jobs may be offered now, in the order of their turn, each with the first
+    -- lane of its groups; and the same by name.
+    function next_of_models(groups, now)
+      local models, by_name = {}, {}
+      for _, group in ipairs(groups) do
+        local model = read_group(by_name, group, now)
+        if model and #model.lanes == 1 and not model.is_listed then
+          models[#models + 1], model.is_listed = model, true
         end
       end
-    end
-    if not best then return nil end
-    places[best] = (places[best] or 0) + 1
-    return sources[best][places[best]]
-  end
-
-  local function take_slot(free, server)
-    local slot = server.slots[server.next]
-    server.next = server.next + 1
-    remove_free_slot(slot)
-    server.source.read, free.count = server.source.read - 1, free.count - 1
-    return slot
-  end
-
-  -- Return the rank of a model's next job among those of other models: by priority, then by acceptance.  `by_time`: by
-  -- the time of acceptance, as scores of another meaning cannot be compared.
-  local function turn_of(lane, model, by_time, now)
-    local own, policy = parse_lane(lane.name).priority, policy_of(model.name)
-    local priority = policy.priority_among_models(own, lane.key, model.rules, now)
-    local head = redis.call("ZRANGE", lane_key(lane.name), 0, 0, "WITHSCORES")
-    local accepted = by_time and select(2, parse_lane_member(head[1])) or tonumber(head[2])
-    return priority * PRIORITY_STEP + accepted
-  end
-
-  local function has_other_scores(models)
-    for _, model in ipairs(models) do
-      if policy_of(model.name).lane_score then return true end
-    end
-    return false
-  end
-
-  local function is_lane_before(a, b) return a.key < b.key or (a.key == b.key and a.name < b.name) end
-
-  -- Models with waiting jobs that may be offered now: by name, false for others.
-  local function read_group(by_name, group, now)
-    local name = model_of(group)
-    if by_name[name] == nil then
-      local rules, stats = rules_of(name), stats_key("model", name)
-      local may_start = not is_stopped(rules.state) and breaker_allows(stats, now)
-      by_name[name] = may_start and { name = name, rules = rules, stats = stats, lanes = {} } or false
-    end
-    local lane = by_name[name] and first_lane(group)
-    if lane then table.insert(by_name[name].lanes, lane) end
-    return by_name[name]
-  end
-
-  -- Return the models of these groups whose jobs may be offered now, in the order of their turn, each with the first
-  -- lane of its groups; and the same by name.
-  local function next_of_models(groups, now)
-    local models, by_name = {}, {}
-    for _, group in ipairs(groups) do
-      local model = read_group(by_name, group, now)
-      if model and #model.lanes == 1 and not model.is_listed then
-        models[#models + 1], model.is_listed = model, true
+      local by_time = #models > 1 and has_other_scores(models)
+      for _, model in ipairs(models) do
+        if #model.lanes > 1 then table.sort(model.lanes, is_lane_before) end
+        model.turn = #models > 1 and turn_of(model.lanes[1], model, by_time, now)
       end
+      if #models > 1 then table.sort(models, function(a, b) return a.turn < b.turn end) end
+      return models, by_name
     end
-    local by_time = #models > 1 and has_other_scores(models)
-    for _, model in ipairs(models) do
-      if #model.lanes > 1 then table.sort(model.lanes, is_lane_before) end
-      model.turn = #models > 1 and turn_of(model.lanes[1], model, by_time, now)
-    end
-    if #models > 1 then table.sort(models, function(a, b) return a.turn < b.turn end) end
-    return models, by_name
-  end
 
-  -- Return a model with waiting jobs, also if only some groups were read.
-  local function waiting_model(by_name, name, now)
-    if by_name[name] == nil then
-      by_name[name] = false
-      for n, group in ipairs(redis.call("SMEMBERS", model_groups_key(name))) do
-        if n == 1 then by_name[name] = nil end
-        read_group(by_name, group, now)
+    -- Return a model with waiting jobs, also if only some groups were read.
+    function waiting_model(by_name, name, now)
+      if by_name[name] == nil then
+        by_name[name] = false
+        for n, group in ipairs(redis.call("SMEMBERS", model_groups_key(name))) do
+          if n == 1 then by_name[name] = nil end
+          read_group(by_name, group, now)
+        end
       end
+      return by_name[name]
     end
-    return by_name[name]
   end
 
   -- Return whether a job of this model waits that may be offered, and that the server may run.
@@ -257,61 +264,67 @@ do -- Lua allows a script 200 local names, and no other file needs those of this
     return { job, lease, slot, server.name, lane.model, number, owner, changes_model and 1 or 0 }
   end
 
-  local function with_job(lane, member, seq)
-    local job, created = parse_lane_member(member)
-    return { name = lane.name, constraints = lane.constraints, member = member, seq = seq, job = job,
-      created = created }
-  end
+  local next_pair
 
-  -- Return a lane with the job at its head, and with what will be its head after that.
-  local function with_head(lane)
-    local head = redis.call("ZRANGE", lane_key(lane.name), 0, 1, "WITHSCORES")
-    local found = with_job(lane, head[1], head[2])
-    found.following = { head[3], head[4] }
-    return found
-  end
+  do -- the next job and its server
+    local LOOKED_AT = 16 -- classes, lanes of each, and jobs of each lane: candidates for a probe
 
-  -- Return jobs of a group that may probe in place of its first one, in order, from some of its first classes and
-  -- lanes.
-  local function other_probe_jobs(group)
-    local classes, found = { group }, {}
-    if not has_no_constraints(group) then
-      classes = redis.call("ZRANGEBYSCORE", group_key(group), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)
-      for i, ranked in ipairs(classes) do classes[i] = string.sub(ranked, 3) end
+    local function with_job(lane, member, seq)
+      local job, created = parse_lane_member(member)
+      return { name = lane.name, constraints = lane.constraints, member = member, seq = seq, job = job,
+        created = created }
     end
-    for _, class in ipairs(classes) do
-      local _, constraints = group_of(class)
-      for _, name in ipairs(redis.call("ZRANGEBYSCORE", class_key(class), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)) do
-        local jobs = redis.call("ZRANGE", lane_key(name), 0, LOOKED_AT - 1, "WITHSCORES")
-        local lane = { name = name, constraints = constraints }
-        for i = 1, #jobs, 2 do found[#found + 1] = with_job(lane, jobs[i], jobs[i + 1]) end
+
+    -- Return a lane with the job at its head, and with what will be its head after that.
+    local function with_head(lane)
+      local head = redis.call("ZRANGE", lane_key(lane.name), 0, 1, "WITHSCORES")
+      local found = with_job(lane, head[1], head[2])
+      found.following = { head[3], head[4] }
+      return found
+    end
+
+    -- Return jobs of a group that may probe in place of its first one, in order, from some of its first classes and
+    -- lanes.
+    local function other_probe_jobs(group)
+      local classes, found = { group }, {}
+      if not has_no_constraints(group) then
+        classes = redis.call("ZRANGEBYSCORE", group_key(group), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)
+        for i, ranked in ipairs(classes) do classes[i] = string.sub(ranked, 3) end
       end
-    end
-    return found
-  end
-
-  -- Return a server for a lane's job; and whether none was found because the job would be a repeated probe.
-  local function server_for(free, model, lane, by_name, now, again)
-    if not again and is_repeated_probe(model.stats, lane.job, now) then return nil, true end
-    return best_server(free, model, lane, by_name, now, again)
-  end
-
-  -- Return the next job and its server, in the order of turns; and whether a repeated probe was passed over.
-  local function next_pair(free, models, by_name, now, again)
-    local passed_over = false
-    for _, model in ipairs(models) do
-      for _, first in ipairs(model.lanes) do
-        local lane = with_head(first)
-        local server, left_out = server_for(free, model, lane, by_name, now, again)
-        if server then return lane, server end
-        for _, other in ipairs(left_out and other_probe_jobs(first.group) or {}) do
-          server = server_for(free, model, other, by_name, now, false)
-          if server then return other, server end
+      for _, class in ipairs(classes) do
+        local _, constraints = group_of(class)
+        for _, name in ipairs(redis.call("ZRANGEBYSCORE", class_key(class), "-inf", "(inf", "LIMIT", 0, LOOKED_AT)) do
+          local jobs = redis.call("ZRANGE", lane_key(name), 0, LOOKED_AT - 1, "WITHSCORES")
+          local lane = { name = name, constraints = constraints }
+          for i = 1, #jobs, 2 do found[#found + 1] = with_job(lane, jobs[i], jobs[i + 1]) end
         end
-        passed_over = passed_over or left_out
       end
+      return found
     end
-    return nil, nil, passed_over
+
+    -- Return a server for a lane's job; and whether none was found because the job would be a repeated probe.
+    local function server_for(free, model, lane, by_name, now, again)
+      if not again and is_repeated_probe(model.stats, lane.job, now) then return nil, true end
+      return best_server(free, model, lane, by_name, now, again)
+    end
+
+    -- Return the next job and its server, in the order of turns; and whether a repeated probe was passed over.
+    function next_pair(free, models, by_name, now, again)
+      local passed_over = false
+      for _, model in ipairs(models) do
+        for _, first in ipairs(model.lanes) do
+          local lane = with_head(first)
+          local server, left_out = server_for(free, model, lane, by_name, now, again)
+          if server then return lane, server end
+          for _, other in ipairs(left_out and other_probe_jobs(first.group) or {}) do
+            server = server_for(free, model, other, by_name, now, false)
+            if server then return other, server end
+          end
+          passed_over = passed_over or left_out
+        end
+      end
+      return nil, nil, passed_over
+    end
   end
 
   -- Make the next offer of these groups; nil: no waiting job fits a free slot.  A job whose last run failed there

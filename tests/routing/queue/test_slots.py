@@ -387,7 +387,7 @@ def test_a_sync_writes_the_index_of_a_kind_again_if_it_lacks_slots(room):
     (index,) = room.client.scan_iter(f"{room.key('free')}:*")
     complete = room.client.zrange(index, 0, -1)
     room.client.delete(index)
-    room.sync(Server("gpu", 2))
+    room.sync(Server("gpu", 2), repairs=True)
     assert room.client.zrange(index, 0, -1) == complete
 
 
@@ -408,9 +408,9 @@ def test_of_servers_that_come_and_go_nothing_is_left(room):
     assert after[room.key("stats:server:gpu")] == before[room.key("stats:server:gpu")]
 
 
-def test_a_count_of_leases_that_is_wrong_is_mended_with_the_next_catalog(room):
+def test_a_count_of_leases_that_is_wrong_is_mended_by_a_repair(room):
     room.with_slots(2)
     room.enqueue(a("j1", 1))
     room.client.hset(room.key("stats:server:gpu"), "taken", 7)
-    room.sync(Server("gpu", 2))
+    room.sync(Server("gpu", 2), repairs=True)
     assert room.run("server_status")[0][3] == 1

@@ -16,7 +16,7 @@
   Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
   that other kinds of servers may run need new groups
   Called by routing/queue/slots.py: Slots.sync_command
-  Clock Redis TIME    Cost O(servers + slots log n of those that differ); O(accounts + classes) after a change    Upholds LEASE-1, SLOT-2 ]]
+  Clock Redis TIME    Cost O(servers); O(slots + accounts + classes) that change    Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/epoch
 -- @include lib/now_ms
 -- @include lib/policies

@@ -105,11 +105,9 @@ local function place_slots(server, entries, now)
     if since and from and from ~= to then redis.call("ZREM", free_key(from), slot) end
     if not is_online_slot(slot) then
       remove_free_slot(slot)
-      redis.call("ZREM", FREE, slot)
       redis.call("ZREM", COOLING, slot)
     elseif since and from ~= to then
-      redis.call("ZADD", free_key(to), since, slot)
-      mark_ready(to)
+      index_free_slot(slot, to, since)
     elseif not since and not redis.call("ZSCORE", COOLING, slot) then
       make_slot_available(slot, now, 0)
     end
@@ -166,6 +164,7 @@ local function store_kinds()
   local largest = 0
   for kind, text in pairs(kinds) do
     redis.call("HSET", KINDS, kind, text)
+    mark_ready(kind) -- While there were many kinds, waiting jobs did not.
     for model in models_in(text) do
       redis.call("SADD", model_kinds_key(model), kind)
       largest = math.max(largest, redis.call("SCARD", model_kinds_key(model)))
@@ -184,9 +183,7 @@ local function repair_index()
   for _, kind in ipairs(kinds) do redis.call("UNLINK", free_key(kind)) end
   local slots = redis.call("ZRANGE", FREE, 0, -1, "WITHSCORES")
   for i = 1, #slots, 2 do
-    local kind = kind_of(get_field(SERVERS, server_of(slots[i])))
-    redis.call("ZADD", free_key(kind), slots[i + 1], slots[i])
-    mark_ready(kind)
+    index_free_slot(slots[i], kind_of(get_field(SERVERS, server_of(slots[i]))), slots[i + 1])
   end
 end
 

@@ -165,11 +165,8 @@ do -- Lua allows a script 200 local names, and no other file needs those of this
     -- Return a model with waiting jobs, also if only some groups were read.
     function waiting_model(by_name, name, now)
       if by_name[name] == nil then
-        by_name[name] = false
-        for n, group in ipairs(redis.call("SMEMBERS", model_groups_key(name))) do
-          if n == 1 then by_name[name] = nil end
-          read_group(by_name, group, now)
-        end
+        for _, group in ipairs(redis.call("SMEMBERS", model_groups_key(name))) do read_group(by_name, group, now) end
+        by_name[name] = by_name[name] or false
       end
       return by_name[name]
     end
@@ -329,9 +326,10 @@ do -- Lua allows a script 200 local names, and no other file needs those of this
 
   -- Make the next offer of these groups; nil: no waiting job fits a free slot.  A job whose last run failed there
   -- probes a breaker only if no other waiting job can: otherwise a bad batch would hold a breaker open for the good
-  -- jobs behind it.
-  local function offer_of_groups(groups, free, prefix, owner, now, lease_ms)
+  -- jobs behind it.  `is_whole`: no other groups wait.
+  local function offer_of_groups(groups, is_whole, free, prefix, owner, now, lease_ms)
     local models, by_name = next_of_models(groups, now)
+    if is_whole then setmetatable(by_name, { __index = function() return false end }) end
     local lane, server, passed_over = next_pair(free, models, by_name, now, false)
     if passed_over then lane, server = next_pair(free, models, by_name, now, true) end
     if server then return make_offer(lane, free, server, by_name, prefix, owner, now, lease_ms) end
@@ -376,12 +374,12 @@ do -- Lua allows a script 200 local names, and no other file needs those of this
   -- same servers, and among the kinds of one look.
   local function make_next_offer(free, prefix, owner, now, lease_ms)
     if has_many_kinds() or redis.call("HLEN", GROUPS) <= MANY_GROUPS then
-      return offer_of_groups(redis.call("HKEYS", GROUPS), free, prefix, owner, now, lease_ms)
+      return offer_of_groups(redis.call("HKEYS", GROUPS), true, free, prefix, owner, now, lease_ms)
     end
     local pass, made = { seen = {}, seen_groups = {} }, nil
     local groups = next_ready_groups(pass)
     while groups and not made do
-      made = #groups > 0 and offer_of_groups(groups, free, prefix, owner, now, lease_ms) or nil
+      made = #groups > 0 and offer_of_groups(groups, false, free, prefix, owner, now, lease_ms) or nil
       groups = not made and next_ready_groups(pass)
     end
     return made

@@ -33,10 +33,8 @@ local kind_of = memoize(function(entry) return string.sub(redis.sha1hex(string.m
 local function mark_ready(kind) redis.call("ZADD", ready_key(), "NX", get_number(META, "offers"), kind) end
 
 -- A free slot stands in the index of all, and in that of its kind.
-local function add_free_slot(slot, now)
-  local kind = kind_of(get_field(SERVERS, server_of(slot)))
-  redis.call("ZADD", FREE, now, slot)
-  redis.call("ZADD", free_key(kind), now, slot)
+local function index_free_slot(slot, kind, since)
+  redis.call("ZADD", free_key(kind), since, slot)
   mark_ready(kind)
 end
 
@@ -55,7 +53,8 @@ local function make_slot_available(slot, now, cooldown_ms, holds_no_lease)
   if cooldown_ms > 0 then
     redis.call("ZADD", COOLING, integer_text(now + cooldown_ms), slot)
   else
-    add_free_slot(slot, now)
+    redis.call("ZADD", FREE, now, slot)
+    index_free_slot(slot, kind_of(get_field(SERVERS, server_of(slot))), now)
   end
 end
 

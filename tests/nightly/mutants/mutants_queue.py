@@ -168,8 +168,8 @@ MUTANTS = [
         "a kind of server that gets a free slot is not looked at if very many groups wait",
         "lua:lib/slots",
         lua_swap(
-            'redis.call("ZADD", free_key(kind), now, slot)\n  mark_ready(kind)',
-            'redis.call("ZADD", free_key(kind), now, slot)',
+            'redis.call("ZADD", free_key(kind), since, slot)\n  mark_ready(kind)',
+            'redis.call("ZADD", free_key(kind), since, slot)',
         ),
         kills=["test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_free_slot"],
         breaks="SLOT-2",

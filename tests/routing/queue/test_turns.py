@@ -306,3 +306,12 @@ def test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_fre
     assert crowded.members("meta:ready") == [], "no kind has a free slot and a waiting job"
     assert [offer.job for offer in crowded.enqueue(a("j3", 3, model="m1"))] == ["j3"]
     assert [offer.job for offer in crowded.release(first, "", signal="ok")[1]] == ["j2"]
+
+
+def test_a_job_that_came_while_a_model_had_many_kinds_is_offered_when_it_has_few(crowded: Room) -> None:
+    few = crowded.servers
+    crowded.enqueue(*(a(f"j{n}", n, model="m0") for n in range(3)))
+    crowded.sync(*few, *(Server(f"own{n}", models=("m3",), attributes={"host": f"h{n}"}) for n in range(65)))
+    crowded.enqueue(a("j3", 3, model="m1"), limit=0)
+    crowded.sync(*few)
+    assert [offer.job for offer in crowded.offer()] == ["j3"]

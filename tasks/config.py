@@ -8,7 +8,6 @@ from pydantic_settings import SettingsConfigDict
 from routing.config import RoutingSettings
 from slotkeeper.config import Settings
 from slotkeeper.errors import InvalidSetting
-from slotkeeper.redis.connections import explain_wrong_url
 
 Sink = Literal["redis", "kafka", "nats", "amqp", "celery", "otlp"]
 
@@ -111,7 +110,10 @@ class TaskSettings(Settings):
     @property
     def broker(self) -> str:
         """The broker's URL.  Raises InvalidSetting: Celery has no transport for it."""
-        from kombu.transport import resolve_transport  # Here, since the commands read these settings without Celery.
+        # Here, since the commands read these settings without Celery, and `up` without Redis too.
+        from kombu.transport import resolve_transport
+
+        from slotkeeper.redis.connections import explain_wrong_url
 
         url = self.broker_url or RoutingSettings().effective_redis_url
         try:

@@ -127,6 +127,7 @@ class Valkey:
         until, tick = time.monotonic() + _START_S, threading.Event()
         while self.running and time.monotonic() < until:
             with suppress(redis.RedisError), self.client() as client:
+                client.ping()  # Unlike CONFIG, it is refused while the data is loaded.
                 # Another server on the port has another folder.
                 return client.config_get("dir").get("dir") in (str(self.folder), str(self.folder.resolve()))
             tick.wait(0.01)

@@ -3,20 +3,25 @@
   Takes
     database_id: text
     version: int        of the catalog; one that is older than the fleet's changes nothing
-    repairs: flag       look at the slots and leases of all servers, and not only of those whose entry differs
-    servers: [{name: text, entry: text}]
+    base: int           what is given differs from this version of the catalog; -1: all servers are given
+    repairs: flag       without a base: look at the slots and leases of all servers, and not only of those whose entry
+                        differs
+    rules_given: flag   all rules are given; without it they are as they were in the base
+    servers: [{name: text, entry: text}]      entry "": the server was removed
     rules: {text: text}      by field, see lib/rules
   Returns
-    answer: "synced" | "stale" | "foreign"
+    answer: "synced" | "stale" | "behind" | "foreign"
     newest: int         version that the fleet has
+      behind: it is older than the base
       foreign: the queue was filled from another database; it is closed until it is filled from this one
   A slot that holds a lease keeps it until it is released
   A queue with waiting jobs of a model that was removed from the fleet, or whose policy orders lanes differently, is
   closed, and filled again from the database
   Afterwards reindex_lanes has to be called until nothing is left: lanes of changed rules need new keys, and classes
   that other kinds of servers may run need new groups
-  Called by routing/queue/slots.py: Slots.sync_command
-  Clock Redis TIME    Cost O(servers); O(slots + accounts + classes) that change    Upholds LEASE-1, SLOT-2 ]]
+  Called by routing/queue/slots.py: Slots._whole_command, routing/queue/slots.py: Slots._changes_command
+  Clock Redis TIME    Cost O(servers + rules) that are given; O(slots + accounts + classes) that change
+  Upholds LEASE-1, SLOT-2 ]]
 -- @include lib/epoch
 -- @include lib/now_ms
 -- @include lib/policies
@@ -59,26 +64,52 @@ end
 
 -- Return the servers that are looked at: name -> {old, new}, their entries before and now; false: there is none.
 local function servers_to_place()
-  local former, entries, found = redis.call("HGETALL", SERVERS), {}, {}
-  for i = 1, #former, 2 do entries[former[i]] = former[i + 1] end
-  for _, server in ipairs(servers) do
-    local old = entries[server.name]
-    if repairs or old ~= server.entry then found[server.name] = { old = old or false, new = server.entry } end
-    entries[server.name] = nil
+  local former, given, found = {}, {}, {}
+  if base < 0 then
+    local all = redis.call("HGETALL", SERVERS)
+    for i = 1, #all, 2 do former[all[i]] = all[i + 1] end
   end
-  for name, old in pairs(entries) do found[name] = { old = old, new = false } end
+  for _, server in ipairs(servers) do
+    local name, new = server.name, server.entry ~= "" and server.entry
+    local old = former[name] or base >= 0 and redis.call("HGET", SERVERS, name)
+    if repairs or old ~= new then found[name] = { old = old, new = new } end
+    given[name] = true
+  end
+  for name, old in pairs(former) do
+    if not given[name] then found[name] = { old = old, new = false } end
+  end
+  return found
+end
+
+-- Return the number of a server's slots that are looked at when its entry changes.
+local function most_slots(entries)
+  return math.max(entries.old and slots_in(entries.old) or 0, entries.new and slots_in(entries.new) or 0)
+end
+
+-- Return the slots with leases of these servers, perhaps also of others.  Leases on slots that a server does not have
+-- are counted as its excess: without any, only the slots that it has are looked at.
+local function slots_with_leases(placed)
+  if base < 0 then return redis.call("HKEYS", SLOTS) end
+  local found = {}
+  for server, entries in pairs(placed) do
+    if redis.call("HEXISTS", excess_key(), server) == 1 then return redis.call("HKEYS", SLOTS) end
+    for n = 0, most_slots(entries) - 1 do
+      local slot = slot_name(server, n)
+      if redis.call("HEXISTS", SLOTS, slot) == 1 then found[#found + 1] = slot end
+    end
+  end
   return found
 end
 
 -- Count the leases of these servers, and how many of them have no slot.
 local function count_leases(placed)
-  local taken, excess = {}, {}
+  local taken, excess, slots = {}, {}, slots_with_leases(placed)
   for server, entries in pairs(placed) do
     if entries.new then taken[server] = 0 end
     redis.call("HDEL", excess_key(), server)
   end
   if repairs then redis.call("DEL", excess_key()) end
-  for _, slot in ipairs(redis.call("HKEYS", SLOTS)) do
+  for _, slot in ipairs(slots) do
     local server = server_of(slot)
     if repairs or placed[server] then
       local displaced = redis.call("LLEN", displaced_key(slot))
@@ -99,7 +130,7 @@ end
 local function place_slots(server, entries, now)
   local old, new = entries.old, entries.new
   local from, to = old and kind_of(old), new and kind_of(new)
-  for n = 0, math.max(old and slots_in(old) or 0, new and slots_in(new) or 0) - 1 do
+  for n = 0, most_slots(entries) - 1 do
     local slot = slot_name(server, n)
     local since = redis.call("ZSCORE", FREE, slot)
     if since and from and from ~= to then redis.call("ZREM", free_key(from), slot) end
@@ -148,10 +179,19 @@ local function apply_change(rule, old, new)
   if kind == "model" and first_word(old, "") ~= first_word(new, "") then forget_charges(name, old, new) end
 end
 
+-- Return whether these changes may add a kind of servers, or remove the last server of one.
+local function change_kinds(placed)
+  for _, entries in pairs(placed) do
+    local old, new = entries.old and kind_of(entries.old), entries.new and kind_of(entries.new)
+    if old ~= new and (old or redis.call("HEXISTS", KINDS, new) == 0) then return true end
+  end
+  return false
+end
+
 -- Store the kinds of servers.  If they have changed, each class has to be put into its group again.
 local function store_kinds()
   local kinds = {}
-  for _, server in ipairs(servers) do kinds[kind_of(server.entry)] = string.match(server.entry, "\n.*$") end
+  for _, entry in ipairs(redis.call("HVALS", SERVERS)) do kinds[kind_of(entry)] = string.match(entry, "\n.*$") end
   local before, known = redis.call("HKEYS", KINDS), 0
   for _, kind in ipairs(before) do known = known + (kinds[kind] and 1 or 0) end
   local count = 0
@@ -193,10 +233,12 @@ if is_other_database(database_id) then
   return { "foreign", newest }
 end
 if newest > version then return { "stale", newest } end
+if newest < base then return { "behind", newest } end
 
 redis.call("HSET", META, "catalog", version)
 if database_id ~= "" then redis.call("HSET", META, "record", database_id) end
-local placed, removed, changed, has_other_kinds = servers_to_place(), {}, {}, false
+local placed, removed, changed = servers_to_place(), {}, {}
+local are_kinds_changed = change_kinds(placed)
 for server, entries in pairs(placed) do
   if entries.new then
     redis.call("HSET", SERVERS, server, entries.new)
@@ -204,8 +246,6 @@ for server, entries in pairs(placed) do
     redis.call("HDEL", SERVERS, server)
     removed[server] = true
   end
-  local is_same_kind = entries.old and entries.new and kind_of(entries.old) == kind_of(entries.new)
-  has_other_kinds = has_other_kinds or not is_same_kind
 end
 if next(placed) then
   forget_servers(removed)
@@ -213,23 +253,25 @@ if next(placed) then
   for server, entries in pairs(placed) do place_slots(server, entries, now) end
 end
 if repairs then remove_stray_slots() end
-if repairs or has_other_kinds then store_kinds() end
+if repairs or are_kinds_changed then store_kinds() end
 if repairs then repair_index() end
 
-local before = redis.call("HGETALL", RULES)
-for i = 1, #before, 2 do
-  if rules[before[i]] == nil then
-    redis.call("HDEL", RULES, before[i])
-    changed[before[i]] = before[i + 1]
-  elseif rules[before[i]] == before[i + 1] then
-    rules[before[i]] = nil
-  else
-    changed[before[i]] = before[i + 1]
+if rules_given then
+  local before = redis.call("HGETALL", RULES)
+  for i = 1, #before, 2 do
+    if rules[before[i]] == nil then
+      redis.call("HDEL", RULES, before[i])
+      changed[before[i]] = before[i + 1]
+    elseif rules[before[i]] == before[i + 1] then
+      rules[before[i]] = nil
+    else
+      changed[before[i]] = before[i + 1]
+    end
   end
-end
-for rule, text in pairs(rules) do
-  redis.call("HSET", RULES, rule, text)
-  changed[rule] = changed[rule] or ""
+  for rule, text in pairs(rules) do
+    redis.call("HSET", RULES, rule, text)
+    changed[rule] = changed[rule] or ""
+  end
 end
 local needs_other_scores = false
 for rule, old in pairs(changed) do

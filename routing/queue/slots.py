@@ -30,9 +30,12 @@ def server_of_slot(slot: str) -> str:
 
 
 class SyncResult(NamedTuple):
-    """What a fleet did with a catalog.  "foreign": it belongs to another database; "stale": it has version `newest`."""
+    """What a fleet did with a catalog; it has version `newest`.
 
-    answer: Literal["synced", "stale", "foreign"]
+    "foreign": it belongs to another database; "stale": it has a newer version; "behind": it lacks earlier changes.
+    """
+
+    answer: Literal["synced", "stale", "behind", "foreign"]
     newest: int
 
 
@@ -60,6 +63,20 @@ class _Server(NamedTuple):
     entry: str
 
 
+class _FleetCatalog(NamedTuple):
+    """What the catalog says of one fleet.  rules: as lua/lib/rules.lua reads them."""
+
+    database_id: str
+    version: int
+    servers: Mapping[str, Server]
+    rules: Mapping[str, str]
+
+    @classmethod
+    def of(cls, fleet: str, catalog: CatalogSnapshot) -> "_FleetCatalog":
+        servers = {server.name: server for server in catalog.servers_of(fleet)}
+        return cls(catalog.database_id, catalog.version, servers, _rules(fleet, catalog))
+
+
 class SlotScripts(Protocol):
     """The scripts of this module."""
 
@@ -69,7 +86,9 @@ class SlotScripts(Protocol):
         *,
         database_id: str,
         version: int,
+        base: int,
         repairs: bool,
+        rules_given: bool,
         servers: Sequence[_Server],
         rules: Mapping[str, str],
     ) -> Command[SyncResult]: ...
@@ -87,6 +106,7 @@ class Slots:
         self.scripts = scripts
         self._lua: SlotScripts = scripts.bind(SlotScripts)
         self._settings = settings
+        self._synced: dict[str, _FleetCatalog] = {}  # Each fleet has this, or what a later version of it says.
 
     # -- the catalog -----------------------------------------------------------------------------------------
 
@@ -100,23 +120,59 @@ class Slots:
         """
         if fleets:
             self.scripts.redis.sadd(self.scripts.keys.known_fleets(), *fleets)
-        synced, failed = self.scripts.run_each(
-            {fleet: self.sync_command(fleet, catalog, repairs=fleet in repaired) for fleet in fleets}
+        given = {fleet: _FleetCatalog.of(fleet, catalog) for fleet in fleets}
+        synced = self._sync_each(
+            {
+                fleet: self._changes_command(fleet, one, self._synced.get(fleet))
+                if fleet not in repaired
+                else self._whole_command(fleet, one, repairs=True)
+                for fleet, one in given.items()
+            }
         )
-        log_failures("catalog_not_synced", failed)
+        behind = [fleet for fleet, result in synced.items() if result.answer == "behind"]
+        synced |= self._sync_each({fleet: self._whole_command(fleet, given[fleet]) for fleet in behind})
+        for fleet in [fleet for fleet, result in synced.items() if result.answer == "synced"]:
+            self._synced[fleet] = given[fleet]
         self._reindex_lanes([fleet for fleet, result in synced.items() if result.answer == "synced"])
         return synced
 
-    def sync_command(self, fleet: str, catalog: CatalogSnapshot, *, repairs: bool = False) -> Command[SyncResult]:
-        """Return the command that makes one fleet equal to the catalog.  `repairs`: see the script."""
-        servers = [_Server(server.name, server_entry(server)) for server in catalog.servers_of(fleet)]
+    def _sync_each(self, commands: Mapping[str, Command[SyncResult]]) -> dict[str, SyncResult]:
+        synced, failed = self.scripts.run_each(commands)
+        log_failures("catalog_not_synced", failed)
+        return synced
+
+    def sync_command(self, fleet: str, catalog: CatalogSnapshot) -> Command[SyncResult]:
+        """Return the command that makes one fleet equal to the whole catalog."""
+        return self._whole_command(fleet, _FleetCatalog.of(fleet, catalog))
+
+    def _whole_command(self, fleet: str, given: "_FleetCatalog", *, repairs: bool = False) -> Command[SyncResult]:
+        """Return the command that makes one fleet equal to the whole catalog.  `repairs`: see the script."""
+        servers = [_Server(name, server_entry(server)) for name, server in given.servers.items()]
         return self._lua.sync_catalog(
             fleet,
-            database_id=catalog.database_id,
-            version=catalog.version,
+            database_id=given.database_id,
+            version=given.version,
+            base=-1,
             repairs=repairs,
+            rules_given=True,
             servers=servers,
-            rules=_rules(fleet, catalog),
+            rules=given.rules,
+        )
+
+    def _changes_command(self, fleet: str, given: "_FleetCatalog", base: "_FleetCatalog | None") -> Command[SyncResult]:
+        """Return the command that brings what differs from `base` to a fleet that has `base` or a later catalog."""
+        if base is None:
+            return self._whole_command(fleet, given)
+        rules_given = given.rules != base.rules
+        return self._lua.sync_catalog(
+            fleet,
+            database_id=given.database_id,
+            version=given.version,
+            base=base.version,
+            repairs=False,
+            rules_given=rules_given,
+            servers=_list_changed(given.servers, base.servers),
+            rules=given.rules if rules_given else {},
         )
 
     def _reindex_lanes(self, fleets: Sequence[str]) -> None:
@@ -194,6 +250,17 @@ def _troubled(cooling: Sequence[bytes], meta: Sequence[bytes]) -> TroubledServer
             for prefix in (b"failures:", b"silent:")
         ),
     )
+
+
+def _list_changed(servers: Mapping[str, Server], before: Mapping[str, Server]) -> list[_Server]:
+    """Return the servers that differ from those before; one that is not there any more has no entry."""
+    changed = [_Server(name, "") for name in before if name not in servers]
+    for name, server in servers.items():
+        known = before.get(name)
+        # Most are the same object, which is seen sooner than that all its fields are equal.
+        if server is not known and server != known:
+            changed.append(_Server(name, server_entry(server)))
+    return changed
 
 
 def server_entry(server: Server) -> str:

@@ -7,24 +7,36 @@ version to find out that its copy is old.
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from itertools import count as count_from
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
 import structlog
-from sqlalchemy import Table, delete, insert, select, update
+from sqlalchemy import Column, ColumnElement, Connection, Table, delete, insert, select, true, update
 
 from slotkeeper.audit import AuditEntry, commit_audited, make_entry
 from slotkeeper.db import Database, Transaction
-from slotkeeper.db.schema import add_to_counter, counters, storable_text, upsert
+from slotkeeper.db.schema import counters, storable_text, upsert
 from slotkeeper.db.shared_clock import ClockSynchronizer
 from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
 from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.states import ACTIVE_STATES
 from slotkeeper.jobs.tables import jobs
 from slotkeeper.registry import defaults, model_config, server_descriptions
+from slotkeeper.registry.catalog_changes import (
+    SELECT_VERSION,
+    Change,
+    Edition,
+    Part,
+    list_changes,
+    lock_version,
+    note_changes,
+    raise_version,
+    read_edition,
+)
 from slotkeeper.registry.model_config import AllDefaults, Defaults, ModelConfig
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.slot_use import find_slot_use
@@ -48,10 +60,8 @@ _ACTIONS = {
 }
 _MIN_WEIGHT = 0.001
 _MAX_WEIGHT = 1000
-_VERSION = "catalog_version"
 _DATABASE_ID = "record_identity"
 _SELECT_DATABASE_ID = select(counters.c.value).where(counters.c.name == _DATABASE_ID)
-_SELECT_VERSION = select(counters.c.value).where(counters.c.name == _VERSION)
 
 
 class Catalog:
@@ -71,7 +81,7 @@ class Catalog:
         """Return the version, which each change raises.  The shared clock is measured on the same connection."""
         with self.database.read() as connection:
             self._clock.synchronize(connection)
-            return connection.execute(_SELECT_VERSION).scalar() or 0
+            return connection.execute(SELECT_VERSION).scalar() or 0
 
     def get_database_id(self) -> str:
         """Return a random number that identifies this database, made when it is asked for first.
@@ -89,26 +99,50 @@ class Catalog:
         """Return the whole catalog.  The version is read first: at worst a newer content is read once more."""
         database_id = self.get_database_id()
         with self.database.read() as connection:
-            version = connection.execute(_SELECT_VERSION).scalar() or 0
-            model_rows = connection.execute(select(models)).all()
-            server_rows = connection.execute(select(servers)).all()
-            tenant_rows = connection.execute(select(tenant_states)).all()
-            named_secrets = server_descriptions.list_secrets(connection)
-            closed = closed_models.list_closed(connection)
-            known = defaults.list_defaults(connection)
-            served = defaultdict[str, list[Row]](list)
-            for row in connection.execute(select(endpoints)):
-                served[row.server].append(row)
-        return CatalogSnapshot(
-            version,
-            {row.name: self._model(row, known) for row in model_rows},
-            {row.name: _server(row, served[row.name]) for row in server_rows},
-            {row.name: TenantState(**row._mapping) for row in tenant_rows},
-            database_id,
-            named_secrets,
-            closed,
-            known,
-        )
+            edition, known = read_edition(connection), defaults.list_defaults(connection)
+            return CatalogSnapshot(
+                edition.version,
+                self._read_models(connection, known),
+                _read_servers(connection),
+                _read_tenants(connection),
+                database_id,
+                server_descriptions.list_secrets(connection),
+                closed_models.list_closed(connection),
+                known,
+                edition.mark,
+            )
+
+    def read_after(self, former: CatalogSnapshot) -> CatalogSnapshot:
+        """Return the present catalog; of the database, only what has changed since `former` is read where it can be."""
+        with self.database.read() as connection:
+            edition = read_edition(connection)
+            changes = list_changes(connection, Edition(former.version, former.mark), edition.version)
+            if changes is not None and former.database_id and Change(Part.DEFAULTS) not in changes:
+                return self._read_changes(connection, former, edition, changes)
+        return self.read()
+
+    def _read_changes(
+        self, connection: Connection, former: CatalogSnapshot, edition: Edition, changes: Collection[Change]
+    ) -> CatalogSnapshot:
+        names = {part: [change.name for change in changes if change.part is part] for part in Part}
+        found: dict[str, Any] = {"version": edition.version, "mark": edition.mark}
+        if of_models := names[Part.MODEL]:
+            models_read = self._read_models(connection, former.defaults, of_models)
+            found["models"] = _with_changes(former.models, of_models, models_read)
+            found["closed"] = closed_models.list_closed(connection)
+        if of_servers := names[Part.SERVER]:
+            found["servers"] = _with_changes(former.servers, of_servers, _read_servers(connection, of_servers))
+        if of_tenants := names[Part.TENANT]:
+            found["tenants"] = _with_changes(former.tenants, of_tenants, _read_tenants(connection, of_tenants))
+        if names[Part.SECRETS]:
+            found["secrets"] = server_descriptions.list_secrets(connection)
+        return replace(former, **found)
+
+    def _read_models(
+        self, connection: Connection, known: AllDefaults, names: Collection[str] | None = None
+    ) -> dict[str, Model]:
+        rows = connection.execute(select(models).where(_is_one_of(models.c.name, names)))
+        return {row.name: self._model(row, known) for row in rows}
 
     # -- servers and models ----------------------------------------------------------------------------------
 
@@ -142,7 +176,8 @@ class Catalog:
             fleet = _find_common_fleet(tx, model, server)
             if model_attributes or attributes is not None:
                 values["attributes"] = _merge_attributes(tx, server, attributes, model_attributes)
-            _ensure_model(tx, model, fleet, now_ms)
+            if _ensure_model(tx, model, fleet, now_ms):
+                note_changes(tx, Change(Part.MODEL, model))
             if_new = {"fleet": fleet, "created_ms": now_ms} | ({"slots": 1} if slots is None else {})
             upsert(tx.connection, servers, {"name": server}, values, if_new)
             endpoint: dict[str, Any] = {"url": url}
@@ -152,7 +187,7 @@ class Catalog:
             row = tx.connection.execute(select(servers).where(servers.c.name == server)).one()
             return _server(row, tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all())
 
-        return self._change(entry, unit)
+        return self._change(entry, Change(Part.SERVER, server), unit)
 
     def configure(self, model: str, overrides: Mapping[str, Any], now_ms: int, description: str | None = None) -> Model:
         """Replace the model's overrides; an empty mapping restores the defaults.  The model is created if it is new.
@@ -171,19 +206,19 @@ class Catalog:
             statement = update(models).where(models.c.name == model).values(overrides=text).returning(models)
             return tx.connection.execute(statement).one(), known
 
-        return self._model(*self._change(entry, unit))
+        return self._model(*self._change(entry, Change(Part.MODEL, model), unit))
 
     def set_server_state(
         self, server: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
     ) -> None:
         """Set the state of a server.  Raises NotFound; ValueError for a word that is no AdminState."""
-        self._set_state("server", servers, server, state, reason, by, now_ms)
+        self._set_state(Part.SERVER, servers, server, state, reason, by, now_ms)
 
     def set_model_state(
         self, model: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
     ) -> None:
         """Set the state of a model, on all of its servers.  Raises as `set_server_state`."""
-        self._set_state("model", models, model, state, reason, by, now_ms)
+        self._set_state(Part.MODEL, models, model, state, reason, by, now_ms)
 
     def set_tenant_state(
         self, tenant: str, state: str, *, reason: str = "", by: str = "", now_ms: int | None = None
@@ -198,14 +233,15 @@ class Catalog:
                 upsert(tx.connection, tenant_states, {"name": tenant}, values)
             return True
 
-        self._change(_state_entry("tenant", tenant, state, reason, now_ms), unit)
+        entry = _state_entry("tenant", tenant, state, reason, now_ms)
+        self._change(entry, Change(Part.TENANT, tenant), unit)
 
     def _set_state(
-        self, kind: str, table: Table, name: str, state: str, reason: str, by: str, now_ms: int | None
+        self, kind: Part, table: Table, name: str, state: str, reason: str, by: str, now_ms: int | None
     ) -> None:
         statement = update(table).where(table.c.name == name).values(**_state_values(state, reason, by, now_ms))
         entry = _state_entry(kind, name, state, reason, now_ms)
-        if not self._change(entry, lambda tx: tx.connection.execute(statement).rowcount):
+        if not self._change(entry, Change(kind, name), lambda tx: tx.connection.execute(statement).rowcount):
             raise NotFound(f"There is no {kind} {name!r}; GET /admin/{kind}s lists them.", **{kind: name})
 
     # -- defaults and secrets --------------------------------------------------------------------------------
@@ -225,7 +261,7 @@ class Catalog:
             defaults.put_defaults(tx, given)
             return given
 
-        return self._change(entry, unit)
+        return self._change(entry, Change(Part.DEFAULTS), unit)
 
     def remove_kind(self, kind: str) -> None:
         """Remove a kind of models.  Raises NotFound; Conflict if models are of this kind."""
@@ -234,7 +270,7 @@ class Catalog:
             defaults.remove_kind(tx, kind)
             return True
 
-        self._change(make_entry("defaults.remove", kind=kind), unit)
+        self._change(make_entry("defaults.remove", kind=kind), Change(Part.DEFAULTS), unit)
 
     def set_secret(self, secret: Secret) -> None:
         """Add or replace a secret that descriptions name."""
@@ -243,13 +279,13 @@ class Catalog:
             server_descriptions.put_secret(tx, secret)
             return True
 
-        self._change(make_entry("secret.set", now_ms=secret.set_ms, secret=secret.name), unit)
+        self._change(make_entry("secret.set", now_ms=secret.set_ms, secret=secret.name), Change(Part.SECRETS), unit)
 
     def reseal_secret(self, secret: Secret, sealed: str) -> bool:
         """Store the same secret under another seal.  Returns False if it was set or removed in the meantime."""
 
         def unit(tx: Transaction) -> bool:
-            raise_version(tx)
+            raise_version(tx, Change(Part.SECRETS))
             return server_descriptions.replace_seal(tx, secret, sealed)
 
         return self.database.write(unit)
@@ -257,14 +293,14 @@ class Catalog:
     def remove_secret(self, name: str) -> None:
         """Remove a secret.  Raises NotFound."""
         entry = make_entry("secret.remove", secret=name)
-        if not self._change(entry, lambda tx: server_descriptions.remove_secret(tx, name)):
+        if not self._change(entry, Change(Part.SECRETS), lambda tx: server_descriptions.remove_secret(tx, name)):
             raise NotFound("There is no such secret; GET /admin/secrets lists them.", secret=name)
 
-    def _change(self, entry: AuditEntry, unit: Callable[[Transaction], T]) -> T:
+    def _change(self, entry: AuditEntry, changed: Change, unit: Callable[[Transaction], T]) -> T:
         """Raise the version, run the unit, and write the entry if it changed something."""
 
         def change(tx: Transaction) -> T:
-            raise_version(tx)
+            raise_version(tx, changed)
             return unit(tx)
 
         return commit_audited(self.database, entry, change)
@@ -293,13 +329,8 @@ class Catalog:
         )
 
 
-def raise_version(tx: Transaction) -> None:
-    """Raise the version.  First in its transaction: on PostgreSQL the row's lock lets one change in at a time."""
-    add_to_counter(tx.connection, _VERSION)
-
-
 def _make_database_id(tx: Transaction) -> int:
-    add_to_counter(tx.connection, _VERSION, 0)  # for the lock of its row
+    lock_version(tx)
     found = tx.connection.execute(_SELECT_DATABASE_ID).scalar()
     if found is None:
         found = secrets.randbits(62)
@@ -310,8 +341,11 @@ def _make_database_id(tx: Transaction) -> int:
 # -- fleets ------------------------------------------------------------------------------------------------------
 
 
-def _ensure_model(tx: Transaction, model: str, fleet: str | None, now_ms: int) -> None:
-    """Create the model if it is new, and put it into the fleet.  fleet: None: its own, or a new one."""
+def _ensure_model(tx: Transaction, model: str, fleet: str | None, now_ms: int) -> bool:
+    """Create the model if it is new, and put it into the fleet.  Returns whether that changed something.
+
+    fleet: None: its own, or a new one.
+    """
     known = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
     if known is None:
         closed_models.reopen(tx, model)
@@ -319,6 +353,7 @@ def _ensure_model(tx: Transaction, model: str, fleet: str | None, now_ms: int) -
         tx.connection.execute(insert(models), row)
     elif fleet not in (None, known):
         tx.connection.execute(update(models).where(models.c.name == model).values(fleet=fleet))
+    return known is None or fleet not in (None, known)
 
 
 def _find_common_fleet(tx: Transaction, model: str, server: str) -> str:
@@ -434,6 +469,29 @@ def _overrides_text(tx: Transaction, given: Mapping[str, Any], description: str 
     if description is not None:
         stored[server_descriptions.VERSION_FIELD] = server_descriptions.store_description(tx, description, now_ms)
     return orjson.dumps(stored).decode()
+
+
+def _with_changes(former: Mapping[str, T], names: Collection[str], read: Mapping[str, T]) -> dict[str, T]:
+    """Return the former rows, those with these names as they were read now: the others are gone."""
+    return {**{name: row for name, row in former.items() if name not in names}, **read}
+
+
+def _is_one_of(column: Column[str], names: Collection[str] | None) -> ColumnElement[bool]:
+    """Return the condition of the rows with these names; None: of all."""
+    return true() if names is None else column.in_(names)
+
+
+def _read_servers(connection: Connection, names: Collection[str] | None = None) -> dict[str, Server]:
+    rows = connection.execute(select(servers).where(_is_one_of(servers.c.name, names))).all()
+    served = defaultdict[str, list[Row]](list)
+    for row in connection.execute(select(endpoints).where(_is_one_of(endpoints.c.server, names))):
+        served[row.server].append(row)
+    return {row.name: _server(row, served[row.name]) for row in rows}
+
+
+def _read_tenants(connection: Connection, names: Collection[str] | None = None) -> dict[str, TenantState]:
+    rows = connection.execute(select(tenant_states).where(_is_one_of(tenant_states.c.name, names)))
+    return {row.name: TenantState(**row._mapping) for row in rows}
 
 
 def _server(row: Row, served: Sequence[Row]) -> Server:

@@ -1,6 +1,6 @@
 """A process's copy of the catalog, at most a second old.
 
-Each process reads the catalog's version at most once a second, and the catalog again when it has changed.  The copy in
+Each process reads the catalog's version at most once a second, and what has changed when it is another.  The copy in
 Redis is written by the process that changes the catalog, and by the sweep.
 """
 
@@ -57,7 +57,7 @@ class CatalogCache:
     def _look(self, known: CatalogSnapshot) -> CatalogSnapshot:
         with time_limit(LOOK_S):
             version = self._catalog.get_version()
-        return known if version == known.version else self._catalog.read()
+        return known if version == known.version else self._catalog.read_after(known)
 
     def version(self) -> int:
         """Return the version of the catalog in the database.  Raises DatabaseUnavailable."""

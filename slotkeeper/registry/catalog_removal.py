@@ -19,7 +19,7 @@ from slotkeeper.jobs.closed_models import ClosedModel, ClosingReason
 from slotkeeper.jobs.statements import unindexed
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.tables import jobs
-from slotkeeper.registry.catalog import raise_version
+from slotkeeper.registry.catalog_changes import Change, Part, note_changes, raise_version
 from slotkeeper.registry.server_descriptions import remove_model_from_scopes
 from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.tables import endpoints, models, servers
@@ -56,7 +56,7 @@ def remove_model(database: Database, model: str, now_ms: int, by: str, *, drain:
 
     def unit(tx: Transaction) -> Removal:
         closed_models.lock_jobs(tx)
-        raise_version(tx)
+        raise_version(tx, Change(Part.MODEL, model))
         fleet, active = _get_fleet_of_model(tx, model), _count_active(tx.connection, model)
         if not active:
             return _delete_model(tx, model, fleet, now_ms, by)
@@ -81,7 +81,7 @@ def finish_model_removal(database: Database, model: str, now_ms: int) -> Removal
         closed = closed_models.find(tx, model)
         if closed is None or closed.because is not ClosingReason.REMOVING or _count_active(tx.connection, model):
             return None
-        raise_version(tx)
+        raise_version(tx, Change(Part.MODEL, model))
         return _delete_model(tx, model, _get_fleet_of_model(tx, model), now_ms, closed.changed_by or "")
 
     return commit_audited(database, make_entry("model.remove", now_ms=now_ms, model=model), unit)
@@ -97,7 +97,7 @@ def cancel_model_removal(database: Database, model: str) -> None:
     """Cancel a removal.  Raises NotFound if the model is not being removed."""
 
     def unit(tx: Transaction) -> bool:
-        raise_version(tx)
+        raise_version(tx, Change(Part.MODEL, model))
         return closed_models.reopen(tx, model, ClosingReason.REMOVING)
 
     if not commit_audited(database, make_entry("model.keep", model=model), unit):
@@ -133,6 +133,7 @@ def _explain_active(model: str, active: Mapping[str, int]) -> str:
 def _delete_model(tx: Transaction, model: str, fleet: str, now_ms: int, by: str) -> Removal:
     """Delete a model, none of whose jobs is active, with what depends on it."""
     served = [row.server for row in tx.connection.execute(select(endpoints).where(endpoints.c.model == model))]
+    note_changes(tx, Change(Part.SECRETS), *(Change(Part.SERVER, server) for server in served))
     tx.connection.execute(delete(endpoints).where(endpoints.c.model == model))
     _delete_attributes_of_model(tx, served, model)
     remove_model_from_scopes(tx, model)
@@ -166,7 +167,7 @@ def remove_server(
 
     def unit(tx: Transaction) -> Removal:
         closed_models.lock_jobs(tx)
-        raise_version(tx)
+        raise_version(tx, Change(Part.SERVER, server))
         fleet = _get_fleet_of_server(tx, server)
         use = find_slot_use(tx, server)
         if force or not use:
@@ -200,7 +201,7 @@ def finish_server_removal(database: Database, server: str) -> Removal | None:
         row = tx.connection.execute(select(servers).where(servers.c.name == server)).first()
         if row is None or row.leaving_ms is None or find_slot_use(tx, server):
             return None
-        raise_version(tx)
+        raise_version(tx, Change(Part.SERVER, server))
         _delete_server(tx, server)
         return Removal(server, str(row.fleet), True)
 
@@ -213,7 +214,7 @@ def cancel_server_removal(database: Database, server: str) -> None:
     statement = update(servers).where(leaving).values(leaving_ms=None, leaving_by=None)
 
     def unit(tx: Transaction) -> bool:
-        raise_version(tx)
+        raise_version(tx, Change(Part.SERVER, server))
         return tx.connection.execute(statement).rowcount == 1
 
     if not commit_audited(database, make_entry("server.keep", server=server), unit):

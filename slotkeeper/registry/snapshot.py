@@ -43,7 +43,7 @@ class CatalogSnapshot:
 
     tenants: only those that are not online.  closed: names under which no jobs are accepted.
     database_id: identifies the database, so that a new one is not taken for the one before.
-    defaults: of the installation and of each kind of models.
+    defaults: of the installation and of each kind of models.  mark: see catalog_changes.Edition.
     """
 
     version: int
@@ -54,6 +54,7 @@ class CatalogSnapshot:
     secrets: Mapping[str, Secret] = field(default_factory=dict)
     closed: Mapping[str, ClosedModel] = field(default_factory=dict)
     defaults: Mapping[str, Defaults] = field(default_factory=dict)
+    mark: str | None = None
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})

@@ -45,6 +45,16 @@ servers = Table(
     CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
 )
 
+# What each version of the catalog changed; see slotkeeper/registry/catalog_changes.py.
+catalog_changes = Table(
+    "catalog_changes",
+    metadata,
+    Column("version", BigInteger, primary_key=True, autoincrement=False),
+    Column("part", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("mark", Text, nullable=False),  # random
+)
+
 # Defaults of model configurations; see slotkeeper/registry/defaults.py.
 defaults = Table(
     "defaults",

@@ -7,8 +7,9 @@ Every method is one run of one script; answers come as texts and numbers.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from redis import Redis
@@ -131,6 +132,7 @@ class Room:
         self.version = 0
         self.rules: dict[str, str] = {}
         self.servers: tuple[Server, ...] = ()
+        self.rules_sent: dict[str, str] = {}
         self.now = START_MS
         self._prefixes = self._fillings = 0
         self.set_clock(START_MS)
@@ -231,14 +233,26 @@ class Room:
         return self
 
     def sync(self, *servers: Server, version: int | None = None, repairs: bool = False) -> str:
+        """Brings every second version as its changes, the others whole."""
+        base, before, rules = self.version, {one.name: one.args for one in self.servers}, self.rules_sent
         self.version = self.version + 1 if version is None else version
-        self.servers = servers
-        args = [arg for server in servers for arg in server.args]
-        rules = [text for rule in self.rules.items() for text in rule]
-        answer = self.run("sync_catalog", RECORD, self.version, int(repairs), len(servers), *args, *rules)[0]
+        self.servers, self.rules_sent = servers, dict(self.rules)
+        entries = {server.name: server.args for server in servers}
+        answer = "behind"
+        if self.version % 2 and base < self.version and not repairs:
+            changed = [[name, ""] for name in before if name not in entries]
+            changed += [args for name, args in entries.items() if args != before.get(name)]
+            answer = self._sync(base, repairs, self.rules_sent if self.rules_sent != rules else None, changed)
+        if answer == "behind":
+            answer = self._sync(-1, repairs, self.rules_sent, entries.values())
         while self.run("reindex_lanes", 7):
             pass
         return answer
+
+    def _sync(self, base: int, repairs: bool, rules: dict[str, str] | None, servers: Collection[list[Any]]) -> str:
+        words = [*chain(*servers), *chain(*(rules or {}).items())]
+        head = RECORD, self.version, base, int(repairs), int(rules is not None), len(servers)
+        return self.run("sync_catalog", *head, *words)[0]
 
     def configure(self, model: str = "zimg", state: str = "online", **config: Any) -> Self:
         """What is configured for a model, as the catalog's snapshot would bring it."""

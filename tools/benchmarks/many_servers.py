@@ -7,7 +7,11 @@ enqueue     one job for an idle model, with the offer that follows
 release     of one run, while nothing waits
 offer       one offer while jobs of all models wait and all slots are free
 hand-off    a release with the next claim, in the same situation
-catalog     make the fleet equal to the catalog: the first time, and again
+catalog     make the fleet equal to the whole catalog: the first time, and again
+one more    bring one more server to the fleet
+
+At last, how long the registration of one more server takes as a whole, on SQLite: its transaction, the reading of the
+change, and Redis.
 """
 
 import time
@@ -23,12 +27,15 @@ from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Queues
 from routing.queue.slots import Slots
 from routing.scripts import make_scripts
+from slotkeeper.db import Database
 from slotkeeper.jobs.values import QueuedJob, new_job_id
 from slotkeeper.redis.keys import Keys
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import Server
-from tools.benchmarks.measuring import print_line
+from tools.benchmarks.measuring import empty_database, print_line
 from tools.cluster.valkey_process import Valkey
 
 SIZES = ((10, 1), (5_000, 1), (5_000, 50), (5_000, 1_000))  # servers, models
@@ -47,15 +54,16 @@ class _Bench:
         self._calls = min(servers * SLOTS * 3 // 4, 600)
         self._seq = 0
 
-    def catalog(self, version: int, servers: int) -> CatalogSnapshot:
-        """Return the catalog with so many servers; the k-th serves the k-th model, and so on in turn."""
         config = ModelConfig()
-        models = {name: Model(name, FLEET, {}, config) for name in self._models}
-        listed = {}
+        self._catalog = {name: Model(name, FLEET, {}, config) for name in self._models}
+        self._listed: dict[str, Server] = {}
         for n in range(servers):
-            model = self._models[n % len(self._models)]
-            listed[f"gpu{n}"] = Server(f"gpu{n}", FLEET, SLOTS, "online", {model: f"http://gpu{n}"}, 0)
-        return CatalogSnapshot(version, models, listed)
+            self.add_server(n)
+
+    def add_server(self, n: int) -> None:
+        """Add a server to the catalog; the k-th serves the k-th model, and so on in turn."""
+        model = self._models[n % len(self._models)]
+        self._listed[f"gpu{n}"] = Server(f"gpu{n}", FLEET, SLOTS, "online", {model: f"http://gpu{n}"}, 0)
 
     def job(self, model: str) -> QueuedJob:
         self._seq += 1
@@ -67,16 +75,22 @@ class _Bench:
         act()
         return float(self._client.info("commandstats")["cmdstat_fcall"]["usec"]) / 1000
 
-    def sync(self, version: int, servers: int) -> float:
-        catalog = self.catalog(version, servers)
+    def sync(self, version: int) -> float:
+        """Bring what has changed."""
+        catalog = CatalogSnapshot(version, self._catalog, dict(self._listed))
         return self.inside(lambda: self.slots.sync_all([FLEET], catalog))
+
+    def sync_whole(self, version: int) -> float:
+        catalog = CatalogSnapshot(version, self._catalog, dict(self._listed))
+        return self.inside(lambda: self.slots.scripts.run(self.slots.sync_command(FLEET, catalog)))
 
     def measure(self) -> dict[str, float]:
         """Return ms by what was measured; see the head of this file."""
-        self.sync(1, self._servers)
         self.fleets.begin_rebuild([FLEET], "")
+        found = {"catalog": self.sync(1), "catalog again": self.sync_whole(2)}
         self.fleets.open({FLEET: 1})
-        found = {"catalog": self.sync(2, self._servers), "catalog again": self.sync(3, self._servers)}
+        self.add_server(self._servers)
+        found["one more"] = self.sync(3)
         offers: list[Offer] = []
         found["enqueue"] = self.inside(lambda: self._enqueue_each(offers)) / self._calls
         found["release"] = self.inside(lambda: self._release_each(offers)) / self._calls
@@ -102,6 +116,24 @@ class _Bench:
             self.leases.scripts.run(self.leases.release_command(lease, return_to_lane=False, claimant="w", limit=1))
 
 
+def _time_registration(client: Redis, servers: int) -> tuple[float, float]:
+    """Return the ms that the registration of one more server takes, and those of it inside Redis."""
+    with empty_database("sqlite") as url:
+        database, url_of_server = Database(url), "http://127.0.0.1:9/generate"
+        catalog, slots = Catalog(database), Slots(make_scripts(client, Keys("registration")), RoutingSettings())
+        cache = CatalogCache(catalog, 1)
+        for n in range(servers - 1):
+            catalog.register(FLEET, f"gpu{n}", url_of_server, SLOTS, T0)
+        slots.sync_all([FLEET], cache.get())
+        client.config_resetstat()
+        began = time.perf_counter()
+        catalog.register(FLEET, "one more", url_of_server, SLOTS, T0)
+        slots.sync_all([FLEET], cache.refresh())
+        took = time.perf_counter() - began
+        database.close()
+    return 1000 * took, float(client.info("commandstats")["cmdstat_fcall"]["usec"]) / 1000
+
+
 def main() -> None:
     began = time.monotonic()
     for servers, models in SIZES:
@@ -111,6 +143,11 @@ def main() -> None:
             client.close()
         figures = "   ".join(f"{name} {ms:.3f}" for name, ms in found.items())
         print_line(f"{servers:>6,} servers {models:>6,} models   {figures}   (ms)")
+    with TemporaryDirectory() as home, Valkey(Path(home), unix=True) as valkey:
+        client = Redis(unix_socket_path=str(valkey.socket_path), socket_timeout=60)
+        took, inside = _time_registration(client, SIZES[-1][0])
+        client.close()
+    print_line(f"registration of the {SIZES[-1][0]:,}th server {took:.1f} ms, of it {inside:.2f} in Redis")
     print_line(f"measured in {time.monotonic() - began:.0f} s")
 
 

@@ -20,10 +20,10 @@ local function is_online_slot(slot)
   return entry and number_of(slot) < slots_in(entry)
 end
 
--- Return whether a registered server has fewer slots than this number: an operator removed the slot under its lease.
+-- Return whether no registered server has this slot: an operator removed it, or its server, under its lease.
 local function is_removed_slot(slot)
   local entry = get_field(SERVERS, server_of(slot))
-  return entry and number_of(slot) >= slots_in(entry)
+  return not entry or number_of(slot) >= slots_in(entry)
 end
 
 -- Servers of one kind serve the same models and declare the same attributes.

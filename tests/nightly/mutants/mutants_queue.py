@@ -141,6 +141,20 @@ MUTANTS = [
         breaks="SLOT-1",
     ),
     Mutant(
+        "a fleet that lacks earlier changes takes the latest",
+        "lua:sync_catalog",
+        lua_swap('if newest < base then return { "behind", newest } end', ""),
+        kills=["test_a_fleet_that_lacks_earlier_changes_gets_the_whole_catalog"],
+        breaks="SLOT-2",
+    ),
+    Mutant(
+        "leases on slots that a server had before it was removed are forgotten",
+        "lua:sync_catalog",
+        lua_swap('if redis.call("HEXISTS", excess_key(), server) == 1 then return redis.call("HKEYS", SLOTS) end', ""),
+        kills=["test_a_server_that_comes_back_smaller_under_its_leases_gets_no_more_runs_than_it_has_slots"],
+        breaks="SLOT-1",
+    ),
+    Mutant(
         "a slot of a server that is not online is freed",
         "lua:lib/slots",
         lua_swap("if not is_online_slot(slot) or", "if"),
@@ -274,7 +288,7 @@ MUTANTS = [
         "waiting jobs are not matched again when a server is added",
         "lua:sync_catalog",
         lua_swap(
-            "if repairs or has_other_kinds then store_kinds() end",
+            "if repairs or are_kinds_changed then store_kinds() end",
             "",
         ),
         kills=["test_a_server_that_comes_gets_what_nobody_met_in_order"],

@@ -152,7 +152,7 @@ def test_means_outlive_a_lost_moment_and_not_another_record(room):
     room.open()
     room.sync(*room.servers)
     assert room.run("model_status", "default|zimg", 0)[2] == 500
-    assert room.run("sync_catalog", "another record", 1, 0, 0, 0)[0] == "foreign"
+    assert room.run("sync_catalog", "another record", 1, -1, 0, 1, 0)[0] == "foreign"
     assert room.begin("another record") == "cleared"
     assert room.run("model_status", "default|zimg", 0)[2] is None
 
@@ -160,11 +160,11 @@ def test_means_outlive_a_lost_moment_and_not_another_record(room):
 def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(room):
     room.with_slots(1)
     room.enqueue(a("j1", 1), a("j2", 2))
-    assert room.run("sync_catalog", "another record", 99, 0, 0, 0)[0] == "foreign"
+    assert room.run("sync_catalog", "another record", 99, -1, 0, 1, 0)[0] == "foreign"
     assert room.client.hkeys(room.key("servers")) == [b"gpu"] and room.taken() == {"gpu-slot0": "j1"}
     assert room.run("queue_counts")[0] == 0
     assert room.begin("another record") == "cleared"
-    assert room.run("sync_catalog", "another record", 1, 0, 1, *Server("new").args, 0)[0] == "synced"
+    assert room.run("sync_catalog", "another record", 1, -1, 0, 1, 1, *Server("new").args)[0] == "synced"
     assert room.members("free") == ["new-slot0"] and room.waiting() == []
 
 

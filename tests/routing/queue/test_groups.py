@@ -88,7 +88,7 @@ def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_lo
     room.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
     room.version += 1
-    room.run("sync_catalog", RECORD, room.version, 0, 1, *Server("gpu", attributes={"memory": 40}).args, 0)
+    room.run("sync_catalog", RECORD, room.version, -1, 0, 1, 1, *Server("gpu", attributes={"memory": 40}).args)
     assert room.release(held, "") == ("released", [])
 
 

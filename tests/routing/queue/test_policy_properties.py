@@ -258,8 +258,9 @@ class PoliciesMachine(RuleBasedStateMachine):
         assert self.room.restore(*leases) == (0 if keeps_leases else len(leases))
         self.held, self.turns = running, {}
         self.virtual = self.virtual if keeps_leases else {}
-        waiting = sorted((job for job in self.jobs.values() if job.id not in running), key=lambda job: job.seq)
-        assert self.room.enqueue(*waiting) == []
+        claimed = {job for job, it in running.items() if it.owner}
+        queued = sorted((job for job in self.jobs.values() if job.id not in claimed), key=lambda job: job.seq)
+        assert self.room.enqueue(*queued) == []
         self.room.open()
         self.sweep()
 

@@ -2,6 +2,11 @@
 
 import pytest
 
+from routing.config import RoutingSettings
+from routing.queue.slots import Slots
+from slotkeeper.redis.keys import FLEET_KEYS
+from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.values import Server as CatalogServer
 from tests.support.room import OFFER_MS, START_MS, Offered, Server, a
 
 ODD_NAMES = ["zimg-api4", "org/model-7b", "gpu.rack-2/a:8000", "a-slot3", "a-slot3-slot0", "x@y+z", "%d%w.-"]
@@ -414,3 +419,60 @@ def test_a_count_of_leases_that_is_wrong_is_mended_by_a_repair(room):
     room.client.hset(room.key("stats:server:gpu"), "taken", 7)
     room.sync(Server("gpu", 2), repairs=True)
     assert room.run("server_status")[0][3] == 1
+
+
+# -- changes of the catalog ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1, 2])  # Every second version is brought as its changes.
+def test_a_server_that_comes_back_smaller_under_its_leases_gets_no_more_runs_than_it_has_slots(room, first):
+    room.version = first
+    room.with_slots(3)
+    *ended, held = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
+    room.sync()
+    for one in ended:
+        room.release(one, "")
+    room.sync()
+    room.sync(Server("gpu", 1))
+    assert room.enqueue(a("j4", 4)) == []
+    assert [offer.job for offer in room.release(held, "")[1]] == ["j4"]
+
+
+def _catalog(version: int, *servers: CatalogServer) -> CatalogSnapshot:
+    return CatalogSnapshot(version, {}, {server.name: server for server in servers})
+
+
+def _a_server(name: str, slots: int = 1) -> CatalogServer:
+    return CatalogServer(name, "zimg", slots, "online", {"zimg": ""}, 0)
+
+
+@pytest.fixture
+def slots(room):
+    return Slots(room.scripts, RoutingSettings())
+
+
+def test_only_what_has_changed_is_sent(room, slots):
+    gpu0, gpu1 = _a_server("gpu0"), _a_server("gpu1")
+    slots.sync_all(["zimg"], _catalog(1, gpu0, gpu1))
+    room.client.hdel(room.key("servers"), "gpu0")  # It does not come back, as it has not changed.
+    slots.sync_all(["zimg"], _catalog(2, gpu0, _a_server("gpu1", 2), _a_server("gpu2")))
+    assert sorted(room.client.hkeys(room.key("servers"))) == [b"gpu1", b"gpu2"]
+    slots.sync_all(["zimg"], _catalog(3, gpu0, _a_server("gpu2")))
+    assert room.client.hkeys(room.key("servers")) == [b"gpu2"] and "gpu1-slot0" not in room.members("free")
+
+
+def test_a_fleet_that_lacks_earlier_changes_gets_the_whole_catalog(room, slots):
+    gpu0, gpu1 = _a_server("gpu0"), _a_server("gpu1")
+    slots.sync_all(["zimg"], _catalog(1, gpu0))
+    slots.sync_all(["zimg"], _catalog(2, gpu0, gpu1))
+    room.client.delete(*(room.key(name) for name in FLEET_KEYS))
+    assert slots.sync_all(["zimg"], _catalog(3, gpu0, gpu1))["zimg"].answer == "synced"
+    assert sorted(room.members("free")) == ["gpu0-slot0", "gpu1-slot0"]
+
+
+def test_a_fleet_that_has_later_changes_of_another_process_keeps_them(room, slots):
+    other, gpu0 = Slots(room.scripts, RoutingSettings()), _a_server("gpu0")
+    slots.sync_all(["zimg"], _catalog(1, gpu0))
+    other.sync_all(["zimg"], _catalog(2, gpu0, _a_server("gpu1")))
+    slots.sync_all(["zimg"], _catalog(3, gpu0, _a_server("gpu1"), _a_server("gpu2")))
+    assert sorted(room.members("free")) == ["gpu0-slot0", "gpu1-slot0", "gpu2-slot0"]

@@ -41,6 +41,9 @@ class FakeCatalog:
             raise DatabaseUnavailable("away")
         return CatalogSnapshot(self.number, {model.name: model for model in self.models}, {})
 
+    def read_after(self, former: CatalogSnapshot) -> CatalogSnapshot:
+        return self.read()
+
 
 class Clock:
     now = 0.0

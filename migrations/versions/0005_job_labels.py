@@ -76,12 +76,15 @@ def upgrade() -> None:
     else:
         # The fill blocks no writer, however long it takes.  CREATE TRIGGER waits for writers, and blocks them until the
         # commit.
+        timeout = op.get_bind().exec_driver_sql("SHOW statement_timeout").scalar()
         op.execute("SET LOCAL statement_timeout = 0")
         op.execute(_POSTGRESQL_FILL)
         for statement in _POSTGRESQL_TRIGGERS:
             op.execute(statement)
         op.execute(_POSTGRESQL_LATEST)
     op.create_index("ix_job_labels_tenant_label_seq", "job_labels", ["tenant", "label", "seq"])
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute(f"SET LOCAL statement_timeout = '{timeout}'")  # for the steps after this one
 
 
 def downgrade() -> None:

@@ -30,13 +30,11 @@ class AppSettings(Settings):
     tls_key: str = ""
     """The file with the certificate's key, as PEM.  Empty: the key is in the certificate's file."""
     require_keys: bool = False
-    """Whether a request needs a tenant's key.  Without keys only requests from this machine are served."""
+    """Whether a request needs a key.  Without keys only requests from this machine are served."""
     metrics_key: str = Field("", repr=False)
-    """With keys: a key that may read only /metrics and the stats of models.  Empty: only administrators may."""
+    """With keys: a key that may read only /metrics and the stats of models.  Empty: only operators may."""
     trusted_proxies: str = ""
     """Without keys: addresses or networks of proxies whose requests are served, as CIDRs, separated by commas."""
-    key_cache_s: float = Field(5.0, ge=0, le=300)
-    """How long a process caches a key; a removed key stays valid for at most this time."""
     session_s: int = Field(43_200, ge=60, le=30 * 86_400)
     """How long a log-in to the page is valid; removing its key ends it at once."""
     max_body_bytes: int = Field(2 << 20, gt=0)

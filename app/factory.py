@@ -7,6 +7,7 @@ from app import context, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
     job_views,
+    key_views,
     model_views,
     openapi,
     operation_views,
@@ -24,7 +25,6 @@ from app.context import Context
 from app.page import screens
 from app.readiness import PROBES, Readiness
 from slotkeeper.process import package_version
-from slotkeeper.registry.tenants import Tenants
 from tasks import services, startup
 
 _APIS: tuple[APIBlueprint, ...] = (
@@ -40,6 +40,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     model_views.defaults_api,
     tenant_views.api,
     tenant_views.secrets_api,
+    key_views.api,
     job_views.dlq_api,
     operation_views.ledger_api,
     audit_views.api,
@@ -85,4 +86,4 @@ def configure(app: Flask, settings: AppSettings) -> None:
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
         dispatcher, services.scripts(), services.processes(), services.process_counters()
     )
-    access.configure_access(app, settings, Tenants(services.database()))
+    access.configure_access(app, settings, services.database())

@@ -30,7 +30,8 @@ ACTIONS = frozenset(
         *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.keep"),
         *("defaults.set", "defaults.remove"),
-        *("model.configure", "tenant.add", "tenant.change", "tenant.rotate", "tenant.remove"),
+        *("key.add", "key.change", "key.rotate", "key.revoke"),
+        *("model.configure", "tenant.add", "tenant.change", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),
         *(f"webhook.{word}" for word in ("add", "change", "rotate", "enable", "disable", "replay", "test", "remove")),
         *(

@@ -28,7 +28,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.tenants import SecretRotations
+from slotkeeper.registry.webhook_rotations import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
 from tasks.security.url_guard import check_url, parse_networks

@@ -1,6 +1,6 @@
 """The audit log: which key changed which job, server, model or tenant, and when.
 
-Only keys with the right to audit, and administrators' keys, may read it.
+Only keys with the scope `audit` or `operate` may read it.
 """
 
 from typing import Any
@@ -9,16 +9,15 @@ import orjson
 from flask import Response, request
 
 from app.api.openapi import blueprint, problem_responses
-from app.auth import access
 from app.context import dispatcher
 from app.request_json import NDJSON, parse_time
 from app.schemas.cursors import decode_job_cursor
 from app.schemas.operation_schemas import AuditEntry, AuditList, AuditQuery
 from slotkeeper import audit
 from slotkeeper.audit import AuditFilter
+from slotkeeper.registry.identity import Scope
 
-api = blueprint("audit", "Audit", "/admin")
-api.before_request(access.require_audit)
+api = blueprint("audit", "Audit", "/admin", scope=Scope.AUDIT)
 
 _NEXT_CURSOR_HEADER = "Next-Cursor"
 

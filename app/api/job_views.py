@@ -1,11 +1,11 @@
-"""Read, cancel and retry jobs, batches and dead jobs.  A tenant sees its own; an administrator sees all."""
+"""Read, cancel and retry jobs, batches and dead jobs.  A tenant sees its own; an operator sees all."""
 
 from typing import Any
 
 from flask import request
 
-from app.api.openapi import admin_blueprint, blueprint, problem_responses, response_of
-from app.auth.access import visible_tenant
+from app.api.openapi import blueprint, problem_responses, response_of
+from app.auth.access import scope, visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
 from app.problems import printable_text
@@ -43,11 +43,12 @@ from slotkeeper.errors import Conflict, JobNotFound, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox import retention
+from slotkeeper.registry.identity import Scope
 from tasks.services import database, workers
 
-api = blueprint("jobs", "Jobs", "/queue/jobs")
-batches_api = blueprint("batches", "Batches", "/queue/batches")
-dlq_api = admin_blueprint("dlq", "Dead letter queue", "/admin/dlq")
+api = blueprint("jobs", "Jobs", "/queue/jobs", scope=Scope.READ)
+batches_api = blueprint("batches", "Batches", "/queue/batches", scope=Scope.READ)
+dlq_api = blueprint("dlq", "Dead letter queue", "/admin/dlq", scope=Scope.MANAGE)
 _CANCEL_TIME_S = 5.0  # how long one request cancels jobs
 _MAX_RETRIED = 500  # jobs that one request queues again
 
@@ -91,6 +92,7 @@ def list_jobs(query: ListQuery) -> dict[str, Any]:
         **problem_responses(404, 409, 415),
     },
 )
+@scope(Scope.SUBMIT)
 @answered_in_time
 def cancel_job(path: JobPath) -> tuple[dict[str, Any], int]:
     """Cancel a job.
@@ -187,6 +189,7 @@ def get_batch(path: BatchPath) -> dict[str, Any]:
         **problem_responses(404, 409, 415),
     },
 )
+@scope(Scope.SUBMIT)
 def cancel_batch(path: BatchPath) -> tuple[dict[str, Any], int]:
     """Cancel all jobs of a batch that have not ended, first those that would start next.
 
@@ -218,6 +221,7 @@ def list_dead(query: DlqQuery) -> dict[str, Any]:
     """
     found = job_list.find_jobs(
         dispatcher().store.database,
+        tenant=visible_tenant(),
         state=State.DEAD,
         model=model_filter(query.model),
         before_seq=decode_job_cursor(query.cursor),
@@ -242,7 +246,7 @@ def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
     Jobs of models that were removed stay dead, and are counted in `left_out`.
     """
     found, left_out = job_list.find_retryable(
-        dispatcher().store.database, model_filter(query.model), limit=_MAX_RETRIED + 1
+        dispatcher().store.database, model_filter(query.model), visible_tenant(), limit=_MAX_RETRIED + 1
     )
     oldest_first = found[:_MAX_RETRIED][::-1]
     retried = sum(_try_revive(job.id) for job in oldest_first)

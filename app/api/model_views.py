@@ -13,7 +13,7 @@ from app.api.catalog_changes import (
     validate_description,
     validate_description_for_all,
 )
-from app.api.openapi import admin_blueprint, problem_responses, response_of
+from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas import model_schemas
@@ -39,14 +39,15 @@ from routing.queue.fleets import QueueCounts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.model_config import INSTALLATION, Defaults
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
 from tasks.services import catalog, database
 
-api = admin_blueprint("models", "Models", "/admin")
-defaults_api = admin_blueprint("defaults", "Defaults", "/admin")
+api = blueprint("models", "Models", "/admin", scope=Scope.OPERATE)
+defaults_api = blueprint("defaults", "Defaults", "/admin", scope=Scope.OPERATE)
 
 
 @api.get("/models", responses={200: ModelList})

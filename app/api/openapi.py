@@ -15,7 +15,7 @@ from flask_openapi_swagger.plugins import RegisterPlugin
 from pydantic import BaseModel
 from werkzeug.routing import BaseConverter
 
-from app.auth.access import public, require_admin
+from app.auth.access import public
 from app.context import context
 from app.problems import CONTENT_TYPE, validation_problem
 from app.request_json import JsonRequest
@@ -23,6 +23,7 @@ from app.schemas.base import Problem
 from routing.admission.constraints import NAME_PATTERN
 from routing.admission.submission import MAX_KEY_LENGTH
 from slotkeeper import json_text
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
 _REASONS = {
@@ -94,9 +95,19 @@ def new_app(version: str) -> OpenAPI:
     return app
 
 
-def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) -> APIBlueprint:
-    """Return a blueprint for the views of one heading.  `keyed`: they require a tenant's key."""
-    return APIBlueprint(
+class _Blueprint(APIBlueprint):
+    """A blueprint whose views require a scope."""
+
+    scope: Scope | None = None
+
+
+def blueprint(name: str, title: str, prefix: str = "", *, scope: Scope | None) -> APIBlueprint:
+    """Return a blueprint for the views of one heading.
+
+    scope: what a key must be for to use them; a view may have another (app.auth.access.scope).  None: they need no key.
+    """
+    keyed = scope is not None
+    api = _Blueprint(
         name,
         f"app.api.{name}",
         url_prefix=prefix or None,
@@ -105,12 +116,7 @@ def blueprint(name: str, title: str, prefix: str = "", *, keyed: bool = True) ->
         abp_responses=problem_responses(*(_KEYED_STATUSES if keyed else _STATUSES)),
         operation_id_callback=_operation_id,
     )
-
-
-def admin_blueprint(name: str, title: str, prefix: str) -> APIBlueprint:
-    """Return a blueprint whose views only administrators may use."""
-    api = blueprint(name, title, prefix)
-    api.before_request(require_admin)
+    api.scope = scope
     return api
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from redis.exceptions import RedisError
 
 from app.api.catalog_changes import queue_counts
-from app.api.openapi import admin_blueprint, blueprint, problem_responses, response_of
+from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import metrics_access, public
 from app.context import context, dispatcher
 from app.schemas.model_schemas import ModelPath
@@ -24,12 +24,13 @@ from app.schemas.operation_schemas import (
 from routing.queries import gauges
 from slotkeeper.errors import NotFound
 from slotkeeper.jobs import ledger
+from slotkeeper.registry.identity import Scope
 from tasks.services import processes
 
-health_api = blueprint("health", "Operation", keyed=False)
-figures_api = blueprint("figures", "Operation")
-ledger_api = admin_blueprint("ledger", "Operation", "/admin")
-processes_api = admin_blueprint("processes", "Operation", "/admin")
+health_api = blueprint("health", "Operation", scope=None)
+figures_api = blueprint("figures", "Operation", scope=Scope.READ)
+ledger_api = blueprint("ledger", "Operation", "/admin", scope=Scope.OPERATE)
+processes_api = blueprint("processes", "Operation", "/admin", scope=Scope.OPERATE)
 
 
 @health_api.get("/health/live", responses={200: LivenessView})

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from app.api.catalog_changes import validate_endpoint
-from app.api.openapi import admin_blueprint, problem_responses
+from app.api.openapi import blueprint, problem_responses
 from app.context import dispatcher
 from app.schemas.server_schemas import (
     ExchangeView,
@@ -21,13 +21,14 @@ from app.schemas.server_schemas import (
 )
 from routing.admission.submission import check_name
 from slotkeeper.errors import InvalidRequest, NotFound
+from slotkeeper.registry.identity import Scope
 from tasks import server_adapters
 from tasks.server_adapters import is_preset_outdated
 from tasks.servers import Description, presets
 from tasks.servers.probe import ProbedExchange, Recognition, Trial, endpoint_for, recognize
 from tasks.servers.session import run_with_http_client
 
-api = admin_blueprint("presets", "Kinds of servers", "/admin")
+api = blueprint("presets", "Kinds of servers", "/admin", scope=Scope.OPERATE)
 
 
 @api.get("/presets", responses={200: PresetList})

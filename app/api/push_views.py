@@ -17,7 +17,7 @@ from slotkeeper.jobs.values import Job
 from tasks import server_push
 from tasks.servers import TOO_DEEP
 
-api = blueprint("callback", "Inference servers", "/tasks/callback", keyed=False)
+api = blueprint("callback", "Inference servers", "/tasks/callback", scope=None)
 
 _NO_JOB_ID = "00000000-0000-0000-0000-000000000000"
 

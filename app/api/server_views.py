@@ -14,7 +14,7 @@ from app.api.catalog_changes import (
     validate_description,
     validate_endpoint,
 )
-from app.api.openapi import admin_blueprint, problem_responses, response_of
+from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import current_tenant
 from app.context import dispatcher
 from app.schemas.base import StateBody
@@ -45,12 +45,13 @@ from slotkeeper.errors import Conflict, NotFound
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.values import AdminState, Server
 from tasks.server_adapters import health_adapter
 from tasks.servers import ServerSession, call_server
 from tasks.services import catalog, database, workers
 
-api = admin_blueprint("servers", "Servers", "/admin")
+api = blueprint("servers", "Servers", "/admin", scope=Scope.OPERATE)
 
 
 @api.post(

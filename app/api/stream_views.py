@@ -1,4 +1,4 @@
-"""Streams of server-sent events.  A tenant follows its own jobs; an administrator follows all."""
+"""Streams of server-sent events.  A tenant follows its own jobs; an operator follows all."""
 
 from flask import Response, request
 
@@ -12,8 +12,9 @@ from app.schemas.cursors import NUMBER, PROGRESS_ID, model_filter, parse_event_i
 from app.schemas.event_schemas import MAX_ID_CHARS, JobEvent, JobStreamQuery, ProgressEvent, StreamQuery
 from app.schemas.job_schemas import JobPath
 from slotkeeper.outbox import event_reader
+from slotkeeper.registry.identity import Scope
 
-api = blueprint("streams", "Streams")
+api = blueprint("streams", "Streams", scope=Scope.READ)
 
 
 _EVENT_STREAM = "text/event-stream"

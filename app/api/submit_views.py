@@ -30,10 +30,10 @@ from routing.queries.positions import QueuePosition
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
-from slotkeeper.registry.tenants import Tenant
+from slotkeeper.registry.identity import Scope, Tenant
 from tasks.services import workers
 
-api = blueprint("queue", "Submit", "/queue")
+api = blueprint("queue", "Submit", "/queue", scope=Scope.SUBMIT)
 
 _KEY = optional_headers(
     Idempotency_Key="Names this request: if it is sent again within a day, it returns the same job."

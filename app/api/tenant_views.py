@@ -1,13 +1,13 @@
-"""Tenants: their keys, limits and states; and the secrets that server descriptions name.
+"""Tenants: their limits and states; and the secrets that server descriptions name.
 
-Keys are created on the command line.  Secrets can be set, and never read.
+Tenants are added on the command line.  Secrets can be set, and never read.
 """
 
 from typing import Any
 
 from app.api.catalog_changes import refresh_redis
-from app.api.openapi import admin_blueprint, no_store, problem_responses, response_of
-from app.auth.access import current_tenant
+from app.api.openapi import blueprint, no_store, problem_responses, response_of
+from app.auth.access import current_tenant, scope, visible_name
 from app.context import dispatcher
 from app.schemas import tenant_schemas
 from app.schemas.tenant_schemas import (
@@ -24,25 +24,29 @@ from app.schemas.tenant_schemas import (
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.registry.api_keys import ApiKeys
+from slotkeeper.registry.identity import Scope, Tenant
 from slotkeeper.registry.model_config import INSTALLATION
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.snapshot import CatalogSnapshot
-from slotkeeper.registry.tenants import SecretRotation, Tenant, Tenants, check_tenant_name
+from slotkeeper.registry.tenants import Tenants, check_tenant_name
+from slotkeeper.registry.webhook_rotations import SecretRotation
 from tasks import server_adapters
 from tasks.security import vault
 from tasks.security.keyring import webhook_secrets
 from tasks.services import catalog, database, secret_rotations
 
-api = no_store(admin_blueprint("tenants", "Tenants", "/admin"))
-secrets_api = no_store(admin_blueprint("secrets", "Secrets", "/admin"))
+api = no_store(blueprint("tenants", "Tenants", "/admin", scope=Scope.OPERATE))
+secrets_api = no_store(blueprint("secrets", "Secrets", "/admin", scope=Scope.OPERATE))
 
 
 @api.get("/tenants", responses={200: TenantList})
 def list_tenants() -> dict[str, Any]:
-    """List the tenants that have a key, and those that are not online."""
-    keyed, states = _tenants_with_key(), dispatcher().catalog.refresh().tenants
-    names = sorted(keyed.keys() | states.keys())
-    views = [tenant_schemas.tenant_view(name, keyed.get(name), states.get(name)) for name in names]
+    """List the tenants that were added, and those that are not online."""
+    added, states = _added_tenants(), dispatcher().catalog.refresh().tenants
+    keys = ApiKeys(database()).list_by_tenant(now_ms())
+    names = sorted(added.keys() | states.keys())
+    views = [tenant_schemas.tenant_view(name, added.get(name), states.get(name), keys.get(name, ())) for name in names]
     return TenantList.build(tenants=views)
 
 
@@ -50,7 +54,7 @@ def list_tenants() -> dict[str, Any]:
 def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
     """Change a tenant's limits, or drain, pause, freeze or resume it for all models.
 
-    Only a tenant with a key can have limits; they apply within seconds.
+    Only a tenant that was added can have limits; they apply within a second.
 
     paused: none of its jobs starts, submits are accepted.  draining: its waiting jobs start, submits are 409.  frozen:
     none of its jobs starts, submits are 409.  Running jobs go on in each case.
@@ -64,23 +68,28 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
         )
     snapshot = dispatcher().catalog.refresh()
     refresh_redis(*snapshot.fleets())
-    return tenant_schemas.tenant_view(name, _tenants_with_key().get(name), snapshot.tenants.get(name))
+    keys = ApiKeys(database()).list_by_tenant(now_ms()).get(name, ())
+    return tenant_schemas.tenant_view(name, _added_tenants().get(name), snapshot.tenants.get(name), keys)
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
+@scope(Scope.MANAGE)
 def get_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Show the secret with which a tenant verifies its webhooks.  The tenant need not have a key."""
-    return _secret_view(path.tenant, secret_rotations().get(check_tenant_name(path.tenant)))
+    name = visible_name(path.tenant)
+    return _secret_view(name, secret_rotations().get(name))
 
 
 @api.post("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 415, 422)})
+@scope(Scope.MANAGE)
 def rotate_webhook_secret(path: TenantPath) -> dict[str, Any]:
     """Give a tenant a new webhook secret.
 
     For a day messages are also signed with the former secret, so that receivers can be updated.  If the secret is
     rotated again within that day, the oldest secret is not used any more.
     """
-    return _secret_view(path.tenant, secret_rotations().rotate(check_tenant_name(path.tenant), now_ms()))
+    name = visible_name(path.tenant)
+    return _secret_view(name, secret_rotations().rotate(name, now_ms()))
 
 
 def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
@@ -88,7 +97,7 @@ def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
     return tenant_schemas.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
-def _tenants_with_key() -> dict[str, Tenant]:
+def _added_tenants() -> dict[str, Tenant]:
     return {tenant.name: tenant for tenant in Tenants(database()).list_all()}
 
 

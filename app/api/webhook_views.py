@@ -1,11 +1,11 @@
-"""Webhooks: URLs that receive the events of jobs.  A tenant sees its own webhooks; an administrator sees all."""
+"""Webhooks: URLs that receive the events of jobs.  A tenant sees its own webhooks; an operator sees all."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from app.api.job_views import visible_job
 from app.api.openapi import blueprint, no_store, problem_responses
-from app.auth.access import current_tenant, visible_tenant
+from app.auth.access import current_identity, current_tenant, scope, visible_tenant
 from app.request_json import parse_time
 from app.schemas import webhook_schemas
 from app.schemas.webhook_schemas import (
@@ -38,6 +38,7 @@ from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.outbox.fan_out import count_unwritten
 from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription, Subscriptions, new_id
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.tenants import check_tenant_name
 from tasks.config import TaskSettings
 from tasks.security import vault
@@ -45,19 +46,20 @@ from tasks.security.url_guard import check_url, parse_networks
 from tasks.services import database
 from tasks.webhooks import bodies
 
-api = no_store(blueprint("webhooks", "Webhooks", "/webhooks"))
+api = no_store(blueprint("webhooks", "Webhooks", "/webhooks", scope=Scope.READ))
 
 
 @api.get("", responses={200: WebhookList, **problem_responses(422)})
 def list_webhooks(query: WebhookQuery) -> dict[str, Any]:
     """List webhooks, the oldest first."""
-    tenant = query.tenant if current_tenant().admin else current_tenant().name
+    tenant = query.tenant if current_identity().operates else current_tenant().name
     webhooks = _subscriptions().list_of_tenant(tenant, query.cursor or "", query.limit)
     cursor = webhooks[-1].id if len(webhooks) == query.limit else None
     return WebhookList.build(webhooks=_views(webhooks), next_cursor=cursor)
 
 
 @api.post("", responses={201: NewWebhookView, **problem_responses(400, 409, 413, 415, 422)})
+@scope(Scope.MANAGE)
 def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
     """Add a webhook: a URL that receives the events of a tenant's jobs from now on.
 
@@ -66,8 +68,8 @@ def add_webhook(body: WebhookBody) -> tuple[dict[str, Any], int]:
     """
     caller = current_tenant()
     tenant = caller.name if body.tenant is None else check_tenant_name(body.tenant)
-    if tenant != caller.name and not caller.admin:
-        raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for administrators")
+    if tenant != caller.name and not current_identity().operates:
+        raise InvalidRequest("tenant", "tenant must be left out: the webhooks of others are for operators")
     id_ = new_id()
     secret, sealed = vault.new_signing_secret(id_)
     new = Subscription(
@@ -101,7 +103,7 @@ def list_given_up(query: GivenUpQuery) -> dict[str, Any]:
 @api.get("/callbacks/given-up", responses={200: CallbackList, **problem_responses(422)})
 def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
     """List messages to jobs' `callback_url` that were given up.  The message of the job that ended last comes first."""
-    tenant = query.tenant if current_tenant().admin else current_tenant().name
+    tenant = query.tenant if current_identity().operates else current_tenant().name
     callbacks = Redelivery(database()).list_given_up_callbacks(
         tenant, webhook_schemas.decode_callback_cursor(query.cursor), query.limit
     )
@@ -110,11 +112,12 @@ def list_given_up_callbacks(query: CallbacksQuery) -> dict[str, Any]:
 
 
 @api.post("/callbacks/replay", responses={202: CallbacksReplayView, **problem_responses(400, 404, 413, 415, 422)})
+@scope(Scope.MANAGE)
 def replay_callbacks(body: CallbacksReplayBody) -> tuple[dict[str, Any], int]:
     """Send messages to jobs' `callback_url` again with the same webhook-ids: one message, or all that were given up."""
     redelivery = Redelivery(database())
     tenant = None if body.tenant is None else check_tenant_name(body.tenant)
-    tenant = tenant if current_tenant().admin else current_tenant().name
+    tenant = tenant if current_identity().operates else current_tenant().name
     if body.message is None:
         since_ms = 0 if body.since is None else parse_time("since", body.since)
         sent = redelivery.retry_callbacks(tenant, since_ms, now_ms())
@@ -140,6 +143,7 @@ def get_webhook(path: WebhookPath) -> dict[str, Any]:
 
 
 @api.patch("/<webhook>", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
+@scope(Scope.MANAGE)
 def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
     """Change a webhook's URL, events, template, description or rate, also for its pending messages."""
     fields = body.model_fields_set
@@ -160,6 +164,7 @@ def change_webhook(path: WebhookPath, body: WebhookChange) -> dict[str, Any]:
 
 
 @api.delete("/<webhook>", responses={204: None, **problem_responses(404, 415)})
+@scope(Scope.MANAGE)
 def remove_webhook(path: WebhookPath) -> tuple[str, int]:
     """Remove a webhook, its pending messages, and its deliveries."""
     _subscriptions().remove(path.webhook, visible_tenant())
@@ -167,6 +172,7 @@ def remove_webhook(path: WebhookPath) -> tuple[str, int]:
 
 
 @api.post("/<webhook>/test", responses={202: WebhookTestResult, **problem_responses(404, 409, 415)})
+@scope(Scope.MANAGE)
 def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
     """Send one test message, `webhook.test`, without retries; the webhook's deliveries show its outcome."""
     webhook = _visible_webhook(path.webhook)
@@ -177,6 +183,7 @@ def test_webhook(path: WebhookPath) -> tuple[dict[str, Any], int]:
 
 
 @api.post("/<webhook>/rotate", responses={200: NewSecretView, **problem_responses(404, 415)})
+@scope(Scope.MANAGE)
 def rotate_webhook(path: WebhookPath) -> dict[str, Any]:
     """Give a webhook a new secret.
 
@@ -190,12 +197,14 @@ def rotate_webhook(path: WebhookPath) -> dict[str, Any]:
 
 
 @api.post("/<webhook>/enable", responses={200: WebhookView, **problem_responses(404, 415)})
+@scope(Scope.MANAGE)
 def enable_webhook(path: WebhookPath) -> dict[str, Any]:
     """Enable a webhook: it receives the events since it was disabled.  Its next delivery is not delayed."""
     return _view(_subscriptions().enable(path.webhook, visible_tenant(), current_tenant().name, now_ms()))
 
 
 @api.post("/<webhook>/disable", responses={200: WebhookView, **problem_responses(400, 404, 413, 415, 422)})
+@scope(Scope.MANAGE)
 def disable_webhook(path: WebhookPath, body: DisableBody) -> dict[str, Any]:
     """Disable a webhook.  When it is enabled, it receives the events since then of jobs that are still stored."""
     return _view(_subscriptions().disable(path.webhook, visible_tenant(), current_tenant().name, body.reason, now_ms()))
@@ -208,6 +217,7 @@ def list_deliveries(path: WebhookPath, query: DeliveriesQuery) -> dict[str, Any]
 
 
 @api.post("/<webhook>/replay", responses={202: ReplayResult, **problem_responses(400, 404, 413, 415, 422)})
+@scope(Scope.MANAGE)
 def replay_webhook(path: WebhookPath, body: ReplayBody) -> tuple[dict[str, Any], int]:
     """Send messages again with the same webhook-ids: one message, all since a time, or all that were given up.
 
@@ -255,7 +265,7 @@ def _views(webhooks: Sequence[Subscription]) -> list[dict[str, Any]]:
 def _delivery_list(receiver_id: str, cursor: str | None, limit: int) -> dict[str, Any]:
     """Return a page of delivery attempts.  `receiver_id`: of a webhook, or the id of a job with a `callback_url`."""
     attempts = Redelivery(database()).list_attempts(receiver_id, webhook_schemas.decode_delivery_cursor(cursor), limit)
-    views = [webhook_schemas.delivery_view(attempt, shows_inside=current_tenant().admin) for attempt in attempts]
+    views = [webhook_schemas.delivery_view(attempt, shows_inside=current_identity().operates) for attempt in attempts]
     next_cursor = webhook_schemas.encode_delivery_cursor(attempts, limit)
     return DeliveryList.build(deliveries=views, next_cursor=next_cursor)
 

@@ -1,14 +1,14 @@
 """Authentication and authorization of requests.
 
-With keys (SLOTKEEPER_REQUIRE_KEYS), `Authorization: Bearer sk_…` names a tenant, and /admin requires the key of an
-administrator.  Without keys each client is the tenant LOCAL.  Then only clients on this machine are served, and
-requests that a web page in a browser on this machine could send are refused: those to a host name that was bound to
-127.0.0.1 (DNS rebinding), and those from another origin (CSRF).
+With keys (SLOTKEEPER_REQUIRE_KEYS), `Authorization: Bearer sk_…` names a tenant, and what the key may be used for: each
+view has a scope (`blueprint(…, scope=…)` or `@scope`), or is marked as one that authorizes requests otherwise.
+
+Without keys each client is LOCAL_IDENTITY.  Then only clients on this machine are served, and requests that a web page
+in a browser on this machine could send are refused: those to a host name that was bound to 127.0.0.1 (DNS rebinding),
+and those from another origin (CSRF).
 """
 
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from hmac import compare_digest
@@ -17,20 +17,27 @@ from urllib.parse import urlsplit
 
 from flask import Flask, Request, current_app, g, request
 
-from app.auth.api_keys import read_bearer
+from app.auth.api_keys import KeyCache, read_bearer
+from app.auth.session_cookie import SessionKeys
 from app.config import AppSettings, is_loopback
 from app.context import context
 from app.problems import ProblemError
+from routing.config import RoutingSettings
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
-from slotkeeper.registry.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key
+from slotkeeper.db import Database
+from slotkeeper.errors import NotFound
+from slotkeeper.registry.api_keys import ApiKeys, is_mistyped
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant, format_scopes
+from slotkeeper.registry.sessions import RevokedSessions
+from slotkeeper.registry.tenants import OWN_TENANT, check_tenant_name
 
 View = TypeVar("View", bound=Callable[..., object])
 
 _COMMAND_LINE = "slotkeeper-cli"
 """The User-Agent of the command line.  Any client can send it, so it is only logged, and allows nothing."""
 _EXTENSION = "slotkeeper_keys"
-_MOST_CACHED = 4096
+_MARKS = ("public", "has_own_auth", "shows_metrics", "is_page")  # of views that need no scope
 _CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _FORWARDED = re.compile(
     "HTTP_(FORWARDED|VIA|CDN_LOOP|X_(ORIGINAL_)?FORWARDED(_.*)?|X_REAL_IP|X_(CLUSTER_)?CLIENT_IP|X_AZURE_CLIENTIP"
@@ -41,53 +48,49 @@ _SAFE_TYPES = frozenset({"application/json", "application/x-ndjson", "applicatio
 _KEYS = "To serve others, set SLOTKEEPER_REQUIRE_KEYS=true and give them keys."
 
 
-def keys() -> "Keys | None":
-    """Return the keys of this application; None: it requires none."""
-    cached_keys: Keys | None = current_app.extensions[_EXTENSION]
-    return cached_keys
+def key_cache() -> KeyCache | None:
+    """Return the keys that this application accepts; None: it requires none."""
+    return key_cache_of(current_app)
 
 
-class Keys:
-    """Finds the tenants of keys, and caches them for `cache_s` seconds.  Thread-safe.
-
-    It decides what a request may do, and works without the server.  KeyCache (api_keys.py) has all keys in memory, for
-    the server's limits and turns.
-    """
-
-    def __init__(self, tenants: Tenants, cache_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tenants = tenants
-        self._cache_s = cache_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._cache: dict[str, tuple[float, Tenant | None]] = {}
-
-    def tenant(self, key: str) -> Tenant | None:
-        """Return the tenant of a key, or None.  Raises DatabaseUnavailable."""
-        return self.of_hashed(hash_key(key))
-
-    def of_hashed(self, hashed: str) -> Tenant | None:
-        """Return the tenant whose key has this hash, or None.  Raises DatabaseUnavailable."""
-        now = self._clock()
-        cached = self._cache.get(hashed)
-        if cached is not None and now < cached[0]:
-            return cached[1]
-        tenant = self._tenants.find_by_hash(hashed)
-        with self._lock:
-            if len(self._cache) >= _MOST_CACHED:
-                self._cache.clear()  # A client tries keys out.  The valid keys are soon cached again.
-            self._cache[hashed] = (now + self._cache_s, tenant)
-        return tenant
+def key_cache_of(app: Flask) -> KeyCache | None:
+    cache: KeyCache | None = app.extensions[_EXTENSION]
+    return cache
 
 
 def register(app: Flask) -> None:
-    """Authorize each request to a view of `app`, except to those that are marked as public."""
+    """Authorize each request to a view of `app`."""
     app.before_request(authorize)
     app.teardown_request(_reset_actor)
 
 
-def configure_access(app: Flask, settings: AppSettings, tenants: Tenants) -> None:
-    """Set the tenants whose keys `app` accepts if it requires keys."""
-    app.extensions[_EXTENSION] = Keys(tenants, settings.key_cache_s) if settings.require_keys else None
+def configure_access(app: Flask, settings: AppSettings, database: Database) -> None:
+    """Set the keys that `app` accepts if it requires keys.  AssertionError: a view has neither a mark nor a scope."""
+    for endpoint in app.view_functions:
+        is_open = any(getattr(app.view_functions[endpoint], mark, False) for mark in _MARKS)
+        assert is_open or scope_of(app, endpoint) is not None, f"the view {endpoint} has no scope"
+    sessions = SessionKeys(settings.port, RevokedSessions(database))
+    cache: KeyCache | None = None
+    if settings.require_keys:
+        refresh_s = RoutingSettings().catalog_refresh_s
+        cache = KeyCache(ApiKeys(database), sessions, refresh_s, settings.metrics_key)
+    app.extensions[_EXTENSION] = cache
+
+
+def scope_of(app: Flask, endpoint: str) -> Scope | None:
+    """Return the scope that a view requires: its own, or that of its blueprint."""
+    own: Scope | None = getattr(app.view_functions[endpoint], "scope", None)
+    return own or getattr(app.blueprints.get(endpoint.rpartition(".")[0]), "scope", None)
+
+
+def scope(required: Scope) -> Callable[[View], View]:
+    """Mark a view with the scope that it requires, in place of that of its blueprint."""
+
+    def mark(view: View) -> View:
+        view.scope = required  # type: ignore[attr-defined]
+        return view
+
+    return mark
 
 
 def public(view: View) -> View:
@@ -103,7 +106,7 @@ def own_auth(view: View) -> View:
 
 
 def metrics_access(view: View) -> View:
-    """Mark a view that shows metrics of all tenants.  It requires the metrics key or an administrator's key."""
+    """Mark a view that shows metrics of all tenants.  It requires the metrics key or the scope `operate`."""
     view.shows_metrics = True  # type: ignore[attr-defined]
     return view
 
@@ -114,16 +117,16 @@ def page_access(view: View) -> View:
     return view
 
 
-def set_tenant(tenant: Tenant) -> None:
-    """Set the tenant of this request, which the page has authenticated by its cookie."""
-    _set_actor(tenant, "page")
+def set_identity(identity: Identity) -> None:
+    """Set who sends this request, whom the page has authenticated by its cookie."""
+    _set_actor(identity, "page")
 
 
-def _set_actor(tenant: Tenant, interface: str) -> None:
-    """Set the tenant of this request, and the actor for the audit log and the log."""
-    g.tenant = tenant
-    logs.bind_context(tenant=tenant.name)
-    audit.set_actor(Actor(tenant.name, interface, request.environ.get("REMOTE_ADDR") or None))
+def _set_actor(identity: Identity, interface: str) -> None:
+    """Set who sends this request, and the actor for the audit log and the log."""
+    g.identity = identity
+    logs.bind_context(tenant=identity.tenant.name)
+    audit.set_actor(Actor(identity.tenant.name, interface, request.environ.get("REMOTE_ADDR") or None))
 
 
 def _reset_actor(_: BaseException | None) -> None:
@@ -132,17 +135,31 @@ def _reset_actor(_: BaseException | None) -> None:
     logs.bind_context()
 
 
+def current_identity() -> Identity:
+    """Return who sends this request."""
+    identity = g.get("identity")
+    assert isinstance(identity, Identity), "a view without authentication has no identity"
+    return identity
+
+
 def current_tenant() -> Tenant:
     """Return the tenant of this request."""
-    tenant = g.get("tenant")
-    assert isinstance(tenant, Tenant), "a view without authentication has no tenant"
-    return tenant
+    return current_identity().tenant
 
 
 def visible_tenant() -> str | None:
     """Return the tenant whose jobs this request may see; None: those of all tenants."""
-    tenant = current_tenant()
-    return None if tenant.admin else tenant.name
+    identity = current_identity()
+    return None if identity.operates else identity.tenant.name
+
+
+def visible_name(tenant: str) -> str:
+    """Return the name of a tenant that this request may see; `me`: its own.  Raises InvalidRequest, NotFound."""
+    identity = current_identity()
+    name = identity.tenant.name if tenant == OWN_TENANT else check_tenant_name(tenant)
+    if name != identity.tenant.name and not identity.operates:
+        raise NotFound(f"There is no tenant {name!r}, or this key may not see it.", tenant=name)
+    return name
 
 
 def authorize() -> None:
@@ -151,13 +168,13 @@ def authorize() -> None:
     if view is None or getattr(view, "has_own_auth", False):
         return
     environ = request.environ
-    if keys() is None:
+    if key_cache() is None:
         reject_remote(environ)
     if getattr(view, "public", False) or getattr(view, "is_page", False):
         return
     if getattr(view, "shows_metrics", False):
         if not _has_metrics_key(environ):
-            _require_admin(_identify(environ))
+            _require_scope(_identify(environ), Scope.OPERATE)
         return
     method = environ["REQUEST_METHOD"]
     if method in _CHANGING_METHODS:
@@ -165,44 +182,42 @@ def authorize() -> None:
     if method != "OPTIONS":  # Its response names the methods of a path, and nothing else.
         is_command_line = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
         _set_actor(_identify(environ), "command line" if is_command_line else "REST")
+        required = scope_of(current_app, request.endpoint or "")
+        assert required is not None, "checked when the application was configured"
+        _require_scope(current_identity(), required)
 
 
 def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
     key, sent_key = context().settings.metrics_key.encode(), read_bearer(environ).encode(errors="replace")
-    return bool(key) and keys() is not None and compare_digest(sent_key, key)
+    return bool(key) and key_cache() is not None and compare_digest(sent_key, key)
 
 
-def _identify(environ: Mapping[str, Any]) -> Tenant:
-    """Return the tenant of a request.  Raises ProblemError 401."""
-    cached_keys = keys()
-    if cached_keys is None:
-        return LOCAL_TENANT
+def _identify(environ: Mapping[str, Any]) -> Identity:
+    """Return who sends a request.  Raises ProblemError 401."""
+    cache = key_cache()
+    if cache is None:
+        return LOCAL_IDENTITY
     key = read_bearer(environ)
-    tenant = cached_keys.tenant(key) if key else None
-    if tenant is None:
+    identity = cache.find(key) if key else None
+    if identity is None:
         detail = "Send a valid key in the header: Authorization: Bearer sk_…"
+        if is_mistyped(key):
+            detail = "The key is mistyped: its last characters do not fit the others. " + detail
         raise ProblemError(401, "unauthorized", "No valid key", detail)
-    return tenant
+    return identity
 
 
-def require_admin() -> None:
-    """Refuse a request without an administrator's key.  For before_request.  Raises ProblemError 403."""
-    if request.method != "OPTIONS":
-        _require_admin(current_tenant())
-
-
-def require_audit() -> None:
-    """Refuse a request without the right to audit or to administer.  For before_request.  Raises ProblemError 403."""
-    if request.method != "OPTIONS":
-        tenant = current_tenant()
-        if not tenant.audits:
-            _require_admin(tenant)
-
-
-def _require_admin(tenant: Tenant) -> None:
-    if not tenant.admin:
-        detail = "Send the key of a tenant that may administer, or that has the right to do this."
-        raise ProblemError(403, "forbidden", "Not allowed", detail)
+def _require_scope(identity: Identity, required: Scope) -> None:
+    """Raise ProblemError 403 if the key must not be used for this."""
+    if not identity.may(required):
+        given = format_scopes(identity.scopes) or "nothing"
+        raise ProblemError(
+            403,
+            "scope_missing",
+            "Not allowed",
+            f"This needs a key with the scope {required.value}, and this key has: {given}.",
+            scope=required.value,
+        )
 
 
 # -- without keys ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Sessions of the page: a signed cookie with the hash of the key of the log-in, and the time when it expires.
 
 All processes of an installation accept the same cookies.  The database has only the sessions that were ended by a
-log-out (slotkeeper/registry/tenants.py).  The cookie has the hash of the key and never the key itself.  Removing a key
+log-out (slotkeeper/registry/sessions.py).  The cookie has the hash of the key and never the key itself.  Removing a key
 ends all sessions that began with it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from itsdangerous import BadData, Signer, URLSafeSerializer
 
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.tenants import RevokedSessions
+from slotkeeper.registry.sessions import RevokedSessions
 from tasks.security.keyring import session_keys
 
 _MAX_COOKIE_CHARS = 1000  # The rest of a cookie is not read.

@@ -4,6 +4,7 @@ import click
 
 from app.cli import (
     job_commands,
+    key_commands,
     local_commands,
     model_commands,
     operation_commands,
@@ -25,6 +26,7 @@ _GROUPS = (
     operation_commands,
     webhook_commands,
     tenant_commands,
+    key_commands,
 )
 
 

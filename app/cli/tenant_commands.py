@@ -1,7 +1,7 @@
 """Commands for tenants, in the database without the API, and for the secrets of inference servers, by the API."""
 
-import re
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +9,10 @@ from app.cli.output import acting_locally, api_client, json_option, path_segment
 from app.cli.state_commands import add_state_commands
 from app.terminal import echo, escape_line
 from slotkeeper.errors import NotFound
+
+if TYPE_CHECKING:
+    from slotkeeper.registry.api_keys import NewKey
+    from slotkeeper.registry.tenants import Tenants
 
 
 @click.group()
@@ -79,28 +83,35 @@ def _format_models(models: list[str] | None) -> str:
 
 @click.group()
 def tenants() -> None:
-    """Manage tenants, their keys and their limits.
+    """Manage tenants and their limits; their keys: slotkeeper keys.
 
-    list, add, change, rotate and remove work directly on the database of this machine.  pause, drain, freeze and resume
-    call the API, so that they take effect at once on all hosts.
+    list, add, change and remove work directly on the database of this machine.  pause, drain, freeze and resume call
+    the API, so that they take effect at once on all hosts.
     """
 
 
 @tenants.command("list")
 @json_option
 def list_tenants(as_json: bool) -> None:
-    """List the tenants with their limits and states.
+    """List the tenants with their keys, limits and states.
 
-    A tenant without a key is listed only while it is paused, draining or frozen.
+    A tenant that was not added is listed only while it is paused, draining or frozen.
     """
+    from slotkeeper.clock import now_ms
+    from slotkeeper.registry.api_keys import ApiKeys
+    from slotkeeper.registry.identity import Scope
+
     with acting_locally():
-        by_name = {tenant.name: tenant for tenant in _tenants().list_all()}
+        registry = open_tenants()
+        by_name = {tenant.name: tenant for tenant in registry.list_all()}
+        keys = ApiKeys(registry.database).list_by_tenant(now_ms())
         states = _states()
-    fields = ("admin", "rate_per_s", "burst")
     listed = [
         {
             "name": name,
-            **{field: getattr(by_name.get(name), field, None) for field in fields},
+            "keys": len(keys.get(name, ())),
+            "operates": any(Scope.OPERATE in key.scopes for key in keys.get(name, ())),
+            **{field: getattr(by_name.get(name), field, None) for field in ("rate_per_s", "burst")},
             "state": states.get(name, "online"),
         }
         for name in sorted(by_name.keys() | states.keys())
@@ -108,7 +119,7 @@ def list_tenants(as_json: bool) -> None:
     if as_json:
         print_json(listed)
         return
-    titles = ("name", "admin", "submits per s", "at once", "state")
+    titles = ("name", "keys", "operates", "submits per s", "at once", "state")
     print_table(
         titles,
         (list(tenant.values()) for tenant in listed),
@@ -118,27 +129,33 @@ def list_tenants(as_json: bool) -> None:
 
 @tenants.command("add")
 @click.argument("name")
-@click.option("--admin", is_flag=True, help="The tenant may also administer.")
-@click.option("--audit", is_flag=True, help="The tenant may read the audit log.")
+@click.option("--operate", "--admin", is_flag=True, help="Its key may do everything, for all tenants.")
+@click.option("--audit", is_flag=True, help="Its key may also read the audit log.")
 @click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
 @click.option("--burst", type=click.IntRange(min=1), help="Submits at once, above --rate.")
 @json_option
-def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
-    """Add a tenant and print its key.
+def add_tenant(name: str, operate: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
+    """Add a tenant and print its first key.
 
-    The key cannot be read again.
+    The key has the scopes submit, read and manage, unless --operate is given.  It cannot be read again.
     """
     from slotkeeper.clock import now_ms
-    from slotkeeper.registry.tenants import Tenant
+    from slotkeeper.registry.identity import FIRST_SCOPES, Scope, Tenant
 
     if burst is not None and rate is None:
         raise click.UsageError("--burst needs --rate; give both.")
+    scopes = {Scope.OPERATE} if operate else {*FIRST_SCOPES, Scope.AUDIT} if audit else FIRST_SCOPES
     with acting_locally():
-        key = _tenants().add(Tenant(name, admin, rate, burst, audit), now_ms())
+        new = open_tenants().add(Tenant(name, rate, burst), now_ms(), scopes)
+    print_new_key(name, new, as_json)
+
+
+def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> None:
+    """Print a key that was just made, alone on standard output."""
     if as_json:
-        print_json({"name": name, "key": key})
+        print_json({"name": tenant, "key_id": new.id, "key": new.key})
         return
-    echo(key)
+    echo(new.key)
     from app.config import AppSettings
 
     use = (
@@ -146,7 +163,7 @@ def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int
         if AppSettings().require_keys
         else "The API does not require keys before it is started with SLOTKEEPER_REQUIRE_KEYS=true."
     )
-    echo(f"Save this key now: it cannot be read again.  {use}", err=True)
+    echo(f"Save this key now: it cannot be read again.  {note}{use}", err=True)
 
 
 @tenants.command("change")
@@ -156,47 +173,14 @@ def add_tenant(name: str, admin: bool, audit: bool, rate: int | None, burst: int
 def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
     """Change the limits of a tenant.
 
-    The new limits take effect within seconds.  The key and the webhooks of the tenant stay.
+    The new limits take effect within a second.  The keys and the webhooks of the tenant stay.
     """
     limits = {field: value or None for field, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
     if not limits:
         raise click.UsageError("Nothing to change; give --rate, --burst or both.")
     with acting_locally():
-        _tenants().change(name, limits)
+        open_tenants().change(name, limits)
     echo(f"Tenant {escape_line(name)} is changed.")
-
-
-@tenants.command("rotate")
-@click.argument("name")
-@click.option(
-    "--overlap", default="0s", metavar="TIME", help="How long the previous key stays valid, such as 30min or 1h."
-)
-@json_option
-def rotate_key(name: str, overlap: str, as_json: bool) -> None:
-    """Create a new key for a tenant and print it.
-
-    The new key is valid at once and cannot be read again.  The previous key stops working within seconds, or after
-    --overlap.  If you rotate again before that, only the two latest keys are valid.
-    """
-    from slotkeeper.clock import now_ms
-
-    overlap_s = _seconds(overlap)
-    with acting_locally():
-        key = _tenants().rotate_key(name, overlap_s * 1000, now_ms())
-    if as_json:
-        print_json({"name": name, "key": key, "overlap_s": overlap_s})
-        return
-    echo(key)
-    echo(f"Save this key now: it cannot be read again.  The previous key stays valid for {overlap}.", err=True)
-
-
-def _seconds(duration: str) -> int:
-    """Return the seconds of a duration such as 90s, 30min, 1h or 2d.  Raises UsageError."""
-    parts = re.fullmatch("([0-9]{1,7})(s|min|h|d)", duration)
-    seconds = int(parts[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86_400}[parts[2]] if parts else None
-    if seconds is None or seconds > 30 * 86_400:
-        raise click.UsageError(f"--overlap {duration!r} is not a time of at most 30d; write 90s, 30min, 1h or 2d.")
-    return seconds
 
 
 @tenants.command("remove")
@@ -210,7 +194,7 @@ def remove_tenant(name: str, yes: bool) -> None:
     from slotkeeper.outbox.subscriptions import delete_of_tenant
 
     with acting_locally():
-        registry = _tenants()
+        registry = open_tenants()
         if all(tenant.name != name for tenant in registry.list_all()):
             raise NotFound(f"There is no tenant {name!r}.")
         holdings = _format_holdings(name)
@@ -240,7 +224,7 @@ def _states() -> dict[str, str]:
     return {name: tenant.state for name, tenant in catalog().read().tenants.items()}
 
 
-def _tenants():  # type: ignore[no-untyped-def]
+def open_tenants() -> "Tenants":
     """Return the registry of tenants.  Raises ClickException: the database has another schema."""
     from migrations.migrate import check
     from slotkeeper.registry.tenants import Tenants

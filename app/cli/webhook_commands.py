@@ -41,7 +41,7 @@ def webhooks() -> None:
 
 
 @webhooks.command("list")
-@click.option("--tenant", help="Only webhooks of this tenant; for administrators.")
+@click.option("--tenant", help="Only webhooks of this tenant; for operators.")
 @json_option
 def list_webhooks(tenant: str | None, as_json: bool) -> None:
     """List webhooks and their state."""
@@ -63,7 +63,7 @@ def list_webhooks(tenant: str | None, as_json: bool) -> None:
 @_template
 @_description
 @_max_per_s
-@click.option("--tenant", help="The tenant of the jobs; another tenant only for administrators.")
+@click.option("--tenant", help="The tenant of the jobs; another tenant only for operators.")
 @json_option
 def add_webhook(
     url: str,
@@ -219,7 +219,7 @@ def remove_webhook(webhook: str) -> None:
 @_webhook_or_callbacks
 @click.option("--job", help="Instead of WEBHOOK: a job with a callback_url.")
 @click.option("--given-up", is_flag=True, help="List the messages that were given up, instead of each try.")
-@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for administrators.")
+@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for operators.")
 @limit_option
 @json_option
 def list_deliveries(
@@ -273,7 +273,7 @@ def _delivery_row(delivery: dict[str, Any]) -> tuple[Any, ...]:
 @click.option("--message", help="Send the message with this webhook-id.")
 @click.option("--since", help="Send all events since this time (ISO 8601 with time zone).")
 @click.option("--given-up", is_flag=True, help="Send all messages that were given up.")
-@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for administrators.")
+@click.option("--tenant", help="Without WEBHOOK: only callbacks of this tenant; for operators.")
 def replay_webhook(
     webhook: str | None, message: str | None, since: str | None, given_up: bool, tenant: str | None
 ) -> None:

@@ -19,13 +19,14 @@ from app.page.rendering import render_page
 from app.schemas.operation_schemas import AuditQuery
 from app.schemas.tenant_schemas import TenantBody, TenantPath
 from slotkeeper.audit import ACTIONS
+from slotkeeper.registry.identity import Scope
 
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"
 
 
-@page_view("/page/audit", audit=True)
+@page_view("/page/audit", Scope.AUDIT)
 def audit() -> Any:
     filters = {name: request.args.get(name, "").strip() for name in _FILTERS}
     given = {name: value for name, value in filters.items() if value}
@@ -34,7 +35,7 @@ def audit() -> Any:
     return render_page("audit.html", entries=entries, next=next_cursor, filters=filters, actions=sorted(ACTIONS))
 
 
-@page_view("/page/tenants", admin=True)
+@page_view("/page/tenants", Scope.OPERATE)
 def tenants() -> Any:
     models = dispatcher().catalog.refresh().models.values()
     return render_page(
@@ -44,7 +45,7 @@ def tenants() -> Any:
     )
 
 
-@page_view("/page/tenants/state", method="POST", admin=True)
+@page_view("/page/tenants/state", Scope.OPERATE, method="POST")
 def change_tenant() -> Any:
     tenants_api.change_tenant(
         TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())
@@ -56,7 +57,7 @@ def _is_limited(config: Any) -> bool:
     return bool(config.tenant_slots or config.tenant_slot_limits or config.weights)
 
 
-@page_view("/page/settings", admin=True)
+@page_view("/page/settings", Scope.OPERATE)
 def settings() -> Any:
     sections = [
         (title.replace("`", ""), [_setting_row(kind(), kind, name) for name in kind.model_fields])

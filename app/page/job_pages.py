@@ -23,6 +23,7 @@ from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import END_SENTENCES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
+from slotkeeper.registry.identity import Scope
 
 _TIMELINE_WIDTH = 1000  # in the units of the SVG view box
 _MIN_BAR_WIDTH = 3
@@ -102,14 +103,14 @@ def result_file(job_id: str, number: int) -> Any:
     return response
 
 
-@page_view("/page/jobs/<path:job_id>/cancel", method="POST")
+@page_view("/page/jobs/<path:job_id>/cancel", Scope.SUBMIT, method="POST")
 @answered_in_time
 def cancel(job_id: str) -> Any:
     canceled, _ = jobs_api.cancel_job(JobPath(job_id=job_id))
     return redirect(f"/page/jobs/{segment(job_id)}?done={canceled['status']}", 303)
 
 
-@page_view("/page/jobs/<path:job_id>/retry", method="POST", admin=True)
+@page_view("/page/jobs/<path:job_id>/retry", Scope.MANAGE, method="POST")
 @answered_in_time
 def retry(job_id: str) -> Any:
     jobs_api.retry_dead(JobPath(job_id=job_id))
@@ -180,32 +181,32 @@ def ask_to_cancel_batch(batch: str) -> Any:
     return render_page("cancel_batch.html", batch=jobs_api.get_batch(BatchPath(batch=batch)))
 
 
-@page_view("/page/batches/<batch>/cancel", method="POST")
+@page_view("/page/batches/<batch>/cancel", Scope.SUBMIT, method="POST")
 def cancel_batch(batch: str) -> Any:
     jobs_api.cancel_batch(BatchPath(batch=batch))
     return redirect(f"/page/batches/{segment(batch)}?done=batch-canceled", 303)
 
 
-@page_view("/page/dead", admin=True)
+@page_view("/page/dead", Scope.MANAGE)
 def dead() -> Any:
     model, cursor = request.args.get("model", "").strip() or None, request.args.get("cursor") or None
     listed = jobs_api.list_dead(DlqQuery(model=model, limit=_PAGE_SIZE, cursor=cursor))
     return render_page("dead.html", jobs=listed["jobs"], next=listed["next_cursor"], model=model)
 
 
-@page_view("/page/dead/retry", method="POST", admin=True)
+@page_view("/page/dead/retry", Scope.MANAGE, method="POST")
 def retry_chosen() -> Any:
     """Retry the selected jobs.  Skip jobs that another operator has retried or deleted in the meantime."""
     job_ids = form().getlist("job")[:_PAGE_SIZE]
     return redirect(f"/page/dead?done={sum(_try_retry(job_id) for job_id in job_ids)}-retried", 303)
 
 
-@page_view("/page/dead/retry-all", admin=True)
+@page_view("/page/dead/retry-all", Scope.MANAGE)
 def ask_to_retry_all() -> Any:
     return render_page("retry_all.html", model=_query_value("model"))
 
 
-@page_view("/page/dead/retry-all", method="POST", admin=True)
+@page_view("/page/dead/retry-all", Scope.MANAGE, method="POST")
 def retry_all() -> Any:
     result = jobs_api.retry_all_dead(RetryAllQuery(model=form().get("model") or None))
     return redirect(f"/page/dead?done={result['retried']}-{'left' if result['more'] else 'retried'}", 303)

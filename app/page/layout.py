@@ -7,9 +7,9 @@ from flask import current_app, g, request
 from werkzeug.datastructures import MultiDict
 
 from app.auth import access, session_cookie
-from app.auth.access import current_tenant
+from app.auth.access import current_identity
 from app.schemas.base import StateBody
-from slotkeeper.registry.tenants import Tenant
+from slotkeeper.registry.identity import Identity, Scope
 from tasks.security.keyring import session_keys
 
 # The messages after a form was submitted, by the value of `done` in the URL of the redirect.
@@ -25,6 +25,7 @@ MESSAGES = {
     "replayed": "The messages will be sent again.",
     "reset": "The breaker of the server is closed, and its cooldowns have ended.",
     "removed": "Removed.",
+    "revoked": "The key is revoked.",
     "leaving": "The removal has started; it is done when the remaining jobs have ended.",
     "kept": "The removal is canceled.",
 }
@@ -34,12 +35,12 @@ THEMES = ("light", "dark", "auto")
 
 @dataclass(frozen=True, slots=True)
 class NavItem:
-    """An entry of the navigation.  `admin`, `audit`: the right that a tenant needs to see it."""
+    """An entry of the navigation, shown to keys with this scope.  with_keys: only where keys are required."""
 
     name: str
     path: str
-    admin: bool = True
-    audit: bool = False
+    scope: Scope = Scope.OPERATE
+    with_keys: bool = False
 
     @property
     def is_current(self) -> bool:
@@ -48,25 +49,26 @@ class NavItem:
 
 
 NAVIGATION = (
-    NavItem("Overview", "/", admin=False),
-    NavItem("Jobs", "/page/jobs", admin=False),
-    NavItem("Batches", "/page/batches", admin=False),
+    NavItem("Overview", "/", Scope.READ),
+    NavItem("Jobs", "/page/jobs", Scope.READ),
+    NavItem("Batches", "/page/batches", Scope.READ),
     NavItem("Servers", "/page/servers"),
-    NavItem("Dead", "/page/dead"),
+    NavItem("Dead", "/page/dead", Scope.MANAGE),
     NavItem("Tenants", "/page/tenants"),
-    NavItem("Webhooks", "/page/webhooks", admin=False),
-    NavItem("Audit", "/page/audit", admin=False, audit=True),
+    NavItem("Keys", "/page/keys", Scope.KEYS, with_keys=True),
+    NavItem("Webhooks", "/page/webhooks", Scope.READ),
+    NavItem("Audit", "/page/audit", Scope.AUDIT),
     NavItem("Settings", "/page/settings"),
 )
 
 
 def template_values() -> dict[str, Any]:
     """Return the values that every template uses."""
-    tenant = current_tenant() if is_logged_in() else None
+    identity = current_identity() if is_logged_in() else None
     return {
-        "current_tenant": tenant,
+        "identity": identity,
         "keys_required": keys_required(),
-        "nav_items": [item for item in NAVIGATION if tenant is not None and _may_see(item, tenant)],
+        "nav_items": [item for item in NAVIGATION if identity is not None and _is_shown(item, identity)],
         "theme": theme(),
         "form_token": form_token(),
         "message": _message_for(request.args.get("done", "")),
@@ -75,8 +77,8 @@ def template_values() -> dict[str, Any]:
     }
 
 
-def _may_see(item: NavItem, tenant: Tenant) -> bool:
-    return tenant.admin or (item.audit and tenant.audits) or not (item.admin or item.audit)
+def _is_shown(item: NavItem, identity: Identity) -> bool:
+    return identity.may(item.scope) and (keys_required() or not item.with_keys)
 
 
 def _message_for(code: str) -> str | None:
@@ -92,16 +94,12 @@ def _message_for(code: str) -> str | None:
 
 
 def keys_required() -> bool:
-    return access.keys() is not None
+    return access.key_cache() is not None
 
 
 def is_logged_in() -> bool:
-    """Return whether the request has a tenant."""
-    return getattr(g, "tenant", None) is not None
-
-
-def may_audit() -> bool:
-    return current_tenant().admin or current_tenant().audits
+    """Return whether it is known who sends the request."""
+    return getattr(g, "identity", None) is not None
 
 
 def theme() -> str:

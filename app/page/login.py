@@ -1,6 +1,6 @@
 """Log-in, sessions and form tokens of the page.
 
-If keys are required, a session begins with a log-in.  Otherwise each client is LOCAL_TENANT, as in the API, and the
+If keys are required, a session begins with a log-in.  Otherwise each client is LOCAL_IDENTITY, as in the API, and the
 session only protects the forms.
 """
 
@@ -15,16 +15,19 @@ from werkzeug.exceptions import HTTPException
 
 from app import problems
 from app.auth import access, session_cookie
-from app.auth.access import current_tenant, page_access, set_tenant
+from app.auth.access import current_identity, page_access, set_identity
 from app.auth.session_cookie import Session
 from app.config import MAX_FORM_BYTES
 from app.context import context
-from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in, may_audit
+from app.page.layout import THEME_COOKIE, THEMES, form, is_logged_in
 from app.page.rendering import render_page
+from app.problems import ProblemError
 from app.request_json import reject_nul_in
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound, SlotkeeperError
-from slotkeeper.registry.tenants import LOCAL_TENANT, RevokedSessions, hash_key
+from slotkeeper.registry.api_keys import hash_key
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Scope
+from slotkeeper.registry.sessions import RevokedSessions
 from tasks.config import TaskSettings
 from tasks.security.keyring import session_keys
 from tasks.services import database
@@ -47,22 +50,17 @@ class PageError(Exception):
 
 
 def page_view(
-    rule: str, *, admin: bool = False, audit: bool = False, method: str = "GET", open_to_all: bool = False
+    rule: str, scope: Scope = Scope.READ, *, method: str = "GET", open_to_all: bool = False
 ) -> Callable[[V], V]:
-    """Register a view of the page at the URL rule.
-
-    admin: only for administrators.  audit: only for administrators and auditors.  open_to_all: also without a log-in.
-    """
+    """Register a view of the page at the URL rule, for keys with this scope.  open_to_all: also without a log-in."""
 
     def register(view: V) -> V:
         @wraps(view)
         def guarded(**path: Any) -> Any:
             if not open_to_all and not is_logged_in():
                 return redirect(_log_in_url(request), 303)
-            if admin and not current_tenant().admin:
-                raise PageError(403, "Not allowed", "Log in with the key of a tenant that may administer.")
-            if audit and not may_audit():
-                raise PageError(403, "Not allowed", "Log in with the key of a tenant that may audit.")
+            if not open_to_all and not current_identity().may(scope):
+                raise PageError(403, "Not allowed", f"Log in with a key that has the scope {scope.value}.")
             return view(**path)
 
         page.add_url_rule(rule, view.__name__, page_access(guarded), methods=[method])
@@ -100,11 +98,11 @@ def _begin_request() -> None:
 
 
 def _identify(session: Session) -> None:
-    """Set the tenant of the request, if the session has a valid key or no keys are required."""
-    keys = access.keys()
-    tenant = LOCAL_TENANT if keys is None else keys.of_hashed(session.key_hash) if session.key_hash else None
-    if tenant is not None:
-        set_tenant(tenant)
+    """Set who sends the request, if the session has a valid key or no keys are required."""
+    cache = access.key_cache()
+    identity = LOCAL_IDENTITY if cache is None else cache.find_hashed(session.key_hash) if session.key_hash else None
+    if identity is not None:
+        set_identity(identity)
 
 
 def _refuse_foreign_forms(session: Session) -> None:
@@ -151,11 +149,11 @@ def log_in_form() -> Any:
 
 @page_view(LOG_IN, method="POST", open_to_all=True)
 def log_in() -> Any:
-    keys = access.keys()
-    if keys is None:
+    cache = access.key_cache()
+    if cache is None:
         return redirect("/", 303)
     hashed, next_path = hash_key(form().get("key", "").strip()), own_path(form().get("next", "/"))
-    if keys.of_hashed(hashed) is None:
+    if cache.find_hashed(hashed) is None:
         return render_page("log_in.html", 401, error="No tenant has this key.", next=next_path), 401
     g.session, g.is_new_session = session_cookie.new_session(hashed, context().settings.session_s), True
     return redirect(next_path, 303)
@@ -218,7 +216,7 @@ def run_or_ask_again(action: Callable[[], Any], ask_again: Callable[[str], Any])
         return action()
     except NotFound:
         raise
-    except (SlotkeeperError, ValidationError) as error:
+    except (SlotkeeperError, ValidationError, ProblemError) as error:
         status, _, detail = problem_of(error)
         response = ask_again(detail)
         response.status_code = status

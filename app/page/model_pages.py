@@ -18,10 +18,11 @@ from routing.queries.model_overview import read_overview, read_slots
 from routing.queries.model_status import read_lanes
 from slotkeeper.clock import now_ms
 from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.identity import Scope
 from tasks.services import database, workers
 
 
-@page_view("/page/models/<path:model>", admin=True)
+@page_view("/page/models/<path:model>", Scope.OPERATE)
 def model(model: str) -> Any:
     path = ModelPath(model=model)
     overview, at_ms = models_api.get_model(path), now_ms()
@@ -44,7 +45,7 @@ def model(model: str) -> Any:
     )
 
 
-@page_view("/page/models/<path:model>/state", method="POST", admin=True)
+@page_view("/page/models/<path:model>/state", Scope.OPERATE, method="POST")
 def change_model(model: str) -> Any:
     models_api.change_model(ModelPath(model=model), state_body())
     return redirect(f"/page/models/{segment(model)}?done=changed", 303)
@@ -56,7 +57,7 @@ def _explain_next(job_id: str) -> Any:
     return job and explain_job(dispatcher(), workers(), job)
 
 
-@page_view("/page/remove/models/<path:model>", admin=True)
+@page_view("/page/remove/models/<path:model>", Scope.OPERATE)
 def ask_to_remove_model(model: str, error: str = "") -> Any:
     overview = models_api.get_model(ModelPath(model=model))
     catalog = dispatcher().catalog.get()
@@ -70,7 +71,7 @@ def ask_to_remove_model(model: str, error: str = "") -> Any:
     )
 
 
-@page_view("/page/remove/models/<path:model>", method="POST", admin=True)
+@page_view("/page/remove/models/<path:model>", Scope.OPERATE, method="POST")
 def remove_model(model: str) -> Any:
     def remove() -> Any:
         removal, _ = models_api.remove_model(ModelPath(model=model), RemovalQuery(drain=is_checked("drain")))
@@ -79,7 +80,7 @@ def remove_model(model: str) -> Any:
     return run_or_ask_again(remove, lambda error: ask_to_remove_model(model=model, error=error))
 
 
-@page_view("/page/keep/models/<path:model>", method="POST", admin=True)
+@page_view("/page/keep/models/<path:model>", Scope.OPERATE, method="POST")
 def keep_model(model: str) -> Any:
     models_api.keep_model(ModelPath(model=model))
     return redirect(f"{_model_path(model)}?done=kept", 303)

@@ -1,4 +1,4 @@
-"""The start page with its plots: all models for administrators; other tenants are redirected to their jobs."""
+"""The start page with its plots: all models for operators; other tenants are redirected to their jobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from werkzeug.exceptions import NotFound
 from app.api import model_views as models_api
 from app.api import server_views as servers_api
 from app.api.stream_views import stream_events
-from app.auth.access import current_tenant
+from app.auth.access import current_identity
 from app.context import dispatcher
 from app.page.login import page_view
 from app.page.rendering import MEDIA_TYPES, content, render_page
@@ -58,7 +58,7 @@ def last_hour() -> LastHourUsage:
 
 @page_view("/")
 def overview() -> Any:
-    if not current_tenant().admin:
+    if not current_identity().operates:
         return redirect("/page/jobs", 303)
     name_filter = request.args.get("q", "").strip()
     listed = models_api.list_models()["models"]

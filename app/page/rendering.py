@@ -15,7 +15,7 @@ from routing.queries.explain import breaker_reason
 from routing.queries.job_timeline import format_duration
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
-from slotkeeper.registry.tenants import by_tenant
+from slotkeeper.registry.identity import by_tenant
 
 _MAX_JSON_CHARS = 20_000
 _STATIC = files("app.page") / "static"

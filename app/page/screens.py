@@ -5,6 +5,7 @@ from flask import Flask
 from app.page import (
     admin_pages,
     job_pages,
+    key_pages,
     login,
     model_pages,
     overview_pages,
@@ -19,6 +20,7 @@ SCREENS = (
     job_pages,
     webhook_pages,
     admin_pages,
+    key_pages,
 )
 
 

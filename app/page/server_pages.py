@@ -13,18 +13,19 @@ from app.schemas.server_schemas import ServerPath, ServerRemovalQuery
 from routing.queries.explain import explain_idle_server
 from routing.queries.model_overview import read_slots
 from slotkeeper.jobs.values import Job
+from slotkeeper.registry.identity import Scope
 from tasks.services import workers
 
 _MAX_TILES = 256
 
 
-@page_view("/page/servers", admin=True)
+@page_view("/page/servers", Scope.OPERATE)
 def servers() -> Any:
     listed = servers_api.list_servers()
     return render_page("servers.html", servers=listed["servers"], is_redis_down=listed["fleets"] is None)
 
 
-@page_view("/page/servers/<path:server>", admin=True)
+@page_view("/page/servers/<path:server>", Scope.OPERATE)
 def server(server: str) -> Any:
     """Show a server; with `?ask` also request its health, which may take until the time limit."""
     overview, registered = servers_api.get_server(ServerPath(server=server)), servers_api.known_server(server)
@@ -40,19 +41,19 @@ def server(server: str) -> Any:
     )
 
 
-@page_view("/page/servers/<path:server>/state", method="POST", admin=True)
+@page_view("/page/servers/<path:server>/state", Scope.OPERATE, method="POST")
 def change_server(server: str) -> Any:
     servers_api.change_server(ServerPath(server=server), state_body())
     return redirect(f"/page/servers/{segment(server)}?done=changed", 303)
 
 
-@page_view("/page/servers/<path:server>/reset", method="POST", admin=True)
+@page_view("/page/servers/<path:server>/reset", Scope.OPERATE, method="POST")
 def reset_server(server: str) -> Any:
     servers_api.reset_server(ServerPath(server=server))
     return redirect(f"/page/servers/{segment(server)}?done=reset", 303)
 
 
-@page_view("/page/remove/servers/<path:server>", admin=True)
+@page_view("/page/remove/servers/<path:server>", Scope.OPERATE)
 def ask_to_remove_server(server: str, error: str = "") -> Any:
     catalog = dispatcher().catalog.get()
     served_elsewhere = {name for row in catalog.servers.values() if row.name != server for name in row.endpoints}
@@ -66,7 +67,7 @@ def ask_to_remove_server(server: str, error: str = "") -> Any:
     )
 
 
-@page_view("/page/remove/servers/<path:server>", method="POST", admin=True)
+@page_view("/page/remove/servers/<path:server>", Scope.OPERATE, method="POST")
 def remove_server(server: str) -> Any:
     def remove() -> Any:
         query = ServerRemovalQuery(drain=is_checked("drain"), force=is_checked("force"))
@@ -77,7 +78,7 @@ def remove_server(server: str) -> Any:
     return run_or_ask_again(remove, lambda error: ask_to_remove_server(server=server, error=error))
 
 
-@page_view("/page/keep/servers/<path:server>", method="POST", admin=True)
+@page_view("/page/keep/servers/<path:server>", Scope.OPERATE, method="POST")
 def keep_server(server: str) -> Any:
     servers_api.keep_server(ServerPath(server=server))
     return redirect(f"{_server_path(server)}?done=kept", 303)

@@ -18,6 +18,7 @@ from app.schemas.webhook_schemas import (
     WebhookPath,
     WebhookQuery,
 )
+from slotkeeper.registry.identity import Scope
 
 _LATEST = 50
 
@@ -36,7 +37,7 @@ def webhooks() -> Any:
     )
 
 
-@page_view("/page/webhooks/callbacks/replay", method="POST")
+@page_view("/page/webhooks/callbacks/replay", Scope.MANAGE, method="POST")
 def replay_callbacks() -> Any:
     webhooks_api.replay_callbacks(CallbacksReplayBody.model_validate(_replay_choice()))
     return redirect("/page/webhooks?done=replayed", 303)
@@ -53,26 +54,26 @@ def webhook(webhook: str) -> Any:
     )
 
 
-@page_view("/page/webhooks/<webhook>/test", method="POST")
+@page_view("/page/webhooks/<webhook>/test", Scope.MANAGE, method="POST")
 def test_webhook(webhook: str) -> Any:
     webhooks_api.test_webhook(WebhookPath(webhook=webhook))
     return _redirect_to_webhook(webhook, "tested")
 
 
-@page_view("/page/webhooks/<webhook>/enable", method="POST")
+@page_view("/page/webhooks/<webhook>/enable", Scope.MANAGE, method="POST")
 def enable_webhook(webhook: str) -> Any:
     webhooks_api.enable_webhook(WebhookPath(webhook=webhook))
     return _redirect_to_webhook(webhook, "enabled")
 
 
-@page_view("/page/webhooks/<webhook>/disable", method="POST")
+@page_view("/page/webhooks/<webhook>/disable", Scope.MANAGE, method="POST")
 def disable_webhook(webhook: str) -> Any:
     body = DisableBody.model_validate({"reason": form().get("reason") or None})
     webhooks_api.disable_webhook(WebhookPath(webhook=webhook), body)
     return _redirect_to_webhook(webhook, "disabled")
 
 
-@page_view("/page/webhooks/<webhook>/replay", method="POST")
+@page_view("/page/webhooks/<webhook>/replay", Scope.MANAGE, method="POST")
 def replay_webhook(webhook: str) -> Any:
     webhooks_api.replay_webhook(WebhookPath(webhook=webhook), ReplayBody.model_validate(_replay_choice()))
     return _redirect_to_webhook(webhook, "replayed")

@@ -1,5 +1,6 @@
 """Request and response bodies for tenants, their webhook secrets, and the secrets that descriptions name."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,9 +18,12 @@ from app.schemas.base import (
     Time,
     iso_time,
 )
+from slotkeeper.registry.api_keys import ApiKey
+from slotkeeper.registry.identity import Scope, Tenant, format_scopes
 from slotkeeper.registry.server_descriptions import Secret
-from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN, SecretRotation, Tenant
+from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from slotkeeper.registry.values import AdminState, TenantState
+from slotkeeper.registry.webhook_rotations import SecretRotation
 from tasks.security.vault import MAX_LENGTH, MIN_LENGTH, NAME_PATTERN, VALUE_PATTERN
 
 _SECRET: Any = {"pattern": f"^{NAME_PATTERN}$"}
@@ -89,16 +93,78 @@ class TenantPath(Schema):
 
 class TenantView(StateView, source=TenantState):
     tenant: Annotated[str, From("name")]
-    has_key: Annotated[bool, PROVIDED]
-    admin: Annotated[bool, PROVIDED]
+    keys: Annotated[int, PROVIDED] = Field(description="How many valid keys it has.")
+    operates: Annotated[bool, PROVIDED] = Field(description="Whether one of them has the scope `operate`.")
     rate_per_s: Annotated[int | None, PROVIDED] = Field(
         description="Jobs that may be submitted per second; null: no limit."
     )
     burst: Annotated[int | None, PROVIDED]
 
 
+class KeyPath(TenantPath):
+    key: str = Field(json_schema_extra={"maxLength": 100, "pattern": "^[0-9A-Za-z]+$"})
+
+
+_SCOPES: Any = {"items": {"type": "string", "enum": [scope.value for scope in Scope]}}
+
+
+class KeyBody(BodySchema):
+    """A new key."""
+
+    name: str = Field("", max_length=100, description="What it is for, or where it is used.")
+    scopes: list[str] = Field(
+        ["submit", "read", "manage"],
+        min_length=1,
+        max_length=len(Scope),
+        description="What it may be used for; at most what the key of this request may.",
+        json_schema_extra=_SCOPES,
+    )
+    expires_in_s: int | None = Field(
+        None, ge=1, le=3650 * 86_400, description="After how many seconds it ends; null: when it is revoked."
+    )
+
+
+class KeyChangeBody(BodySchema):
+    """What of a key is changed.  Omitted fields are not changed."""
+
+    name: str | None = Field(None, max_length=100)
+    scopes: list[str] | None = Field(None, min_length=1, max_length=len(Scope), json_schema_extra=_SCOPES)
+    expires_in_s: int | None = Field(
+        None, ge=1, le=3650 * 86_400, description="In how many seconds it ends; null: when it is revoked."
+    )
+
+
+class KeyRotateBody(BodySchema):
+    """How long the key that is replaced stays valid."""
+
+    overlap_s: int = Field(0, ge=0, le=30 * 86_400, description="Seconds; 0: it ends at once.")
+
+
+class KeyView(ResponseSchema, source=ApiKey):
+    key_id: Annotated[str, From("id")] = Field(description="It stands in the key after `sk_`.")
+    tenant: str
+    name: str
+    scopes: Annotated[list[str], From(lambda key: format_scopes(key.scopes).split())]
+    valid: Annotated[bool, PROVIDED]
+    created_at: Time
+    created_by: str | None = Field(description="The tenant whose key made it; null: the command line.")
+    expires_at: Time | None
+    revoked_at: Time | None
+    last_used_at: Time | None = Field(description="A minute late at most; null: never.")
+
+
+class NewKeyView(KeyView):
+    key: Annotated[str, PROVIDED] = Field(description="The key, which is not shown again.")
+
+
+class KeyList(ResponseSchema):
+    """The keys of a tenant, the newest first.  One that has ended is listed for 90 days."""
+
+    keys: list[KeyView]
+
+
 class TenantList(ResponseSchema):
-    """The tenants that have a key, and those whose state is not `online`."""
+    """The tenants that were added, and those whose state is not `online`."""
 
     tenants: list[TenantView]
 
@@ -114,12 +180,12 @@ class WebhookSecretView(ResponseSchema):
     )
 
 
-def tenant_view(name: str, tenant: Tenant | None, state: TenantState | None) -> dict[str, Any]:
-    """Return TenantView.  `tenant` None: it has no key.  `state` None: it is online."""
+def tenant_view(name: str, tenant: Tenant | None, state: TenantState | None, keys: Sequence[ApiKey]) -> dict[str, Any]:
+    """Return TenantView.  `tenant` None: it was not added.  `state` None: it is online.  `keys`: the valid ones."""
     return TenantView.build(
         state or TenantState(name, AdminState.ONLINE),
-        has_key=tenant is not None,
-        admin=tenant is not None and tenant.admin,
+        keys=len(keys),
+        operates=any(Scope.OPERATE in key.scopes for key in keys),
         rate_per_s=tenant and tenant.rate_per_s,
         burst=tenant and tenant.burst,
     )

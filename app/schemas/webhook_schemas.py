@@ -55,7 +55,7 @@ class WebhookBody(BodySchema):
     max_per_s: float | None = _MAX_PER_S
     tenant: str | None = Field(
         None,
-        description="The tenant whose events it receives; only administrators may name another tenant.",
+        description="The tenant whose events it receives; only operators may name another tenant.",
         json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
@@ -101,7 +101,7 @@ class ReplayBody(BodySchema):
 
 class CallbacksQuery(Schema):
     tenant: str | None = Field(
-        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for administrators."
+        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for operators."
     )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=441, json_schema_extra={"pattern": f"^{_CALLBACK_CURSOR.pattern}$"})
@@ -122,7 +122,7 @@ class CallbacksReplayBody(ReplayBody):
     )
     tenant: str | None = Field(
         None,
-        description="With `since` or `given_up`: only callbacks of this tenant's jobs; for administrators.",
+        description="With `since` or `given_up`: only callbacks of this tenant's jobs; for operators.",
         json_schema_extra={"maxLength": MAX_NAME_LENGTH, "pattern": f"^{PRINTABLE_PATTERN}$"},
     )
 
@@ -139,7 +139,7 @@ class WebhookPath(Schema):
 
 class WebhookQuery(Schema):
     tenant: str | None = Field(
-        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for administrators."
+        None, max_length=MAX_NAME_LENGTH, description="Only those of this tenant; for operators."
     )
     limit: int = Field(50, ge=1, le=200)
     cursor: str | None = Field(None, max_length=60, json_schema_extra=_ID)
@@ -250,8 +250,7 @@ class DeliveryView(ResponseSchema, source=DeliveryAttempt):
     latency_ms: int
     error: str | None
     answer: Annotated[str | None, PROVIDED] = Field(
-        description="The beginning of the response.  If it came from the operator's network, only administrators see "
-        "it."
+        description="The beginning of the response.  If it came from the operator's network, only operators see it."
     )
 
 

@@ -13,8 +13,7 @@ import structlog
 import uvicorn
 import uvloop
 
-from app.auth.api_keys import KeyCache
-from app.auth.session_cookie import SessionKeys
+from app.auth.access import key_cache_of
 from app.config import AppSettings
 from app.factory import create_app
 from app.server.application import WebApplication
@@ -24,7 +23,6 @@ from slotkeeper import logs
 from slotkeeper.config import exit_if_refused
 from slotkeeper.errors import InvalidSetting
 from slotkeeper.process import tune_garbage_collection
-from slotkeeper.registry.tenants import RevokedSessions, Tenants
 from tasks import liveness, services
 
 log = structlog.get_logger(__name__)
@@ -44,14 +42,9 @@ def main() -> NoReturn:
     tune_garbage_collection()
     process_report = liveness.start_reporting("web", services.processes())
     database = services.database()
-    key_cache = KeyCache(
-        Tenants(database) if settings.require_keys else None,
-        SessionKeys(settings.port, RevokedSessions(database)),
-        settings.metrics_key,
-    )
     progress_follower = ProgressFollower(services.scripts())
     web = WebApplication(
-        flask, settings, key_cache, _connection_limit(settings.max_connections), database, progress_follower
+        flask, settings, key_cache_of(flask), _connection_limit(settings.max_connections), database, progress_follower
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own handlers, and raises the signal again at the end.

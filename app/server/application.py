@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from app.auth.api_keys import KeyCache, Owner, OwnerKind
+from app.auth.api_keys import LOCAL_OWNER, KeyCache, Owner, OwnerKind
 from app.config import MAX_FORM_BYTES, AppSettings
 from app.deferred import CAN_DEFER, FollowEvents, WaitForJob
 from app.request_deadline import ANSWER_UNTIL
@@ -93,12 +93,12 @@ class WebApplication:
         self,
         wsgi: Wsgi,
         settings: AppSettings,
-        key_cache: KeyCache,
+        key_cache: KeyCache | None,
         most_connections: int,
         database: Database,
         progress_follower: ProgressFollower,
     ) -> None:
-        """`progress_follower`: delivers the progress of jobs to streams."""
+        """`key_cache` None: no keys are required.  `progress_follower`: delivers the progress of jobs to streams."""
         self.settings, self._wsgi = settings, wsgi
         self._key_cache, self.progress_follower = key_cache, progress_follower
         self.limits = ConnectionLimits(settings, most_connections, self.stop)
@@ -136,7 +136,8 @@ class WebApplication:
 
     async def _answer(self, request: HttpRequest) -> None:
         began = time.monotonic()
-        request.owner = await self._key_cache.owner_of(request.environ)
+        cache = self._key_cache
+        request.owner = LOCAL_OWNER if cache is None else await cache.owner_of(request.environ)
         request.key_s = time.monotonic() - began
         if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
             self.limits.mark_active(request.connection, trusted=True)
@@ -316,16 +317,16 @@ class WebApplication:
             if self.limits.evicted > evicted:
                 log.warning("connections_gave_way", count=self.limits.evicted - evicted)
                 evicted = self.limits.evicted
-            if now >= keys_due:
+            if self._key_cache is not None and now >= keys_due:
                 keys_due = now + KEYS_EVERY_S
-                self._refreshing = asyncio.create_task(self._refresh_keys())
+                self._refreshing = asyncio.create_task(self._refresh_keys(self._key_cache))
             await asyncio.sleep(_TICK_S)
 
-    async def _refresh_keys(self) -> None:
+    async def _refresh_keys(self, cache: KeyCache) -> None:
         """Read the keys again, and end streams whose key is not valid any more: a stream may last for days."""
-        await self._key_cache.refresh()
+        await cache.refresh_in_thread()
         for request, sending in self._open.values():
-            if not self._key_cache.is_still_valid(request.owner, request.environ):
+            if not cache.is_still_valid(request.owner, request.environ):
                 sending.cancel()
 
     def stop(self) -> None:

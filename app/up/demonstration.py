@@ -58,7 +58,8 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
         return
     from slotkeeper.clock import now_ms
     from slotkeeper.errors import NotFound
-    from slotkeeper.registry.tenants import Tenant, Tenants
+    from slotkeeper.registry.identity import Scope, Tenant
+    from slotkeeper.registry.tenants import Tenants
     from tasks.services import database
 
     tenants = Tenants(database())
@@ -69,7 +70,7 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
 
     remove_tenant()
     try:
-        yield tenants.add(Tenant(_TENANT, admin=True), now_ms())
+        yield tenants.add(Tenant(_TENANT), now_ms(), {Scope.OPERATE}).key
     finally:
         remove_tenant()
 

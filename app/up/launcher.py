@@ -211,7 +211,7 @@ def _welcome(plan: UpPlan, took_s: float) -> str:
         for server in plan.demo
     ]
     if plan.app.require_keys:
-        lines.append(f"  Keys    {plan.command()} tenants add NAME --admin  prints a key: export it as SLOTKEEPER_KEY")
+        lines.append(f"  Keys    {plan.command()} tenants add NAME --operate  prints a key for SLOTKEEPER_KEY")
     return "\n".join([*lines, ""])
 
 

@@ -11,8 +11,8 @@ from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.values import NewJob
+from slotkeeper.registry.identity import Tenant
 from slotkeeper.registry.snapshot import CatalogSnapshot
-from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 

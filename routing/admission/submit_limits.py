@@ -22,10 +22,10 @@ from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.closed_models import ModelClosed
 from slotkeeper.jobs.values import NewJob, QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.registry.identity import Tenant
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
-from slotkeeper.registry.tenants import Tenant
 from slotkeeper.registry.values import CLOSED_STATES
 
 T = TypeVar("T")

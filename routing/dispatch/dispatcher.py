@@ -33,8 +33,8 @@ from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.identity import Tenant
 from slotkeeper.registry.snapshot import CatalogSnapshot
-from slotkeeper.registry.tenants import Tenant
 
 log = structlog.get_logger(__name__)
 

@@ -26,9 +26,9 @@ from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from slotkeeper.jobs.values import Job
 from slotkeeper.redis.scripts import Command
+from slotkeeper.registry.identity import by_tenant
 from slotkeeper.registry.policies import longest_overtaking_s
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
-from slotkeeper.registry.tenants import by_tenant
 from slotkeeper.registry.values import STOPPED_STATES, Server, TenantState
 
 NO_WORKER = "no worker reports that it is alive; start one (`slotkeeper up`, `python -m tasks`)"

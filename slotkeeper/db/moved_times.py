@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnClause, Connection, column, table, text, update
 
+from slotkeeper.db.schema import KEYS_VERSION, add_to_counter
+
 
 class _Times(NamedTuple):
     """condition: SQL; in other rows the time stays, as it stays if it is null or 0.  per_ms: its unit."""
@@ -21,6 +23,7 @@ _IS_ACTIVE = "state IN ('delayed', 'queued', 'running')"
 _GIVEN = "coalesce(given_times, '')"
 
 MOVED_TIMES = {
+    "api_keys.expires_ms": _Times(),
     "descriptions.idle_ms": _Times(),
     "jobs.deadline_ms": _Times(f"{_IS_ACTIVE} AND {_GIVEN} NOT LIKE '%deadline%'"),
     "jobs.due_ms": _Times(f"why <> 'scheduled' OR {_GIVEN} NOT LIKE '%not_before%'"),
@@ -52,4 +55,5 @@ def move_times(connection: Connection, by_ms: int) -> int:
         time: ColumnClause[int] = column(column_name)
         statement = update(table(table_name, time)).where(time > 0, text(f"({times.condition})"))
         moved += connection.execute(statement.values({column_name: time + by_ms * times.per_ms})).rowcount
+    add_to_counter(connection, KEYS_VERSION)  # Processes have copies of keys with their ends.
     return moved

@@ -30,6 +30,10 @@ counters = Table(
 )
 
 
+KEYS_VERSION = "keys_version"
+"""The counter that each change of API keys raises, see slotkeeper/registry/api_keys.py."""
+
+
 def one_of_check(column: str, words: Sequence[str]) -> str:
     """Return the condition of a CHECK constraint."""
     return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"

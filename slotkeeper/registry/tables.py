@@ -65,7 +65,7 @@ defaults = Table(
     Column("changed_ms", BigInteger, nullable=False),
 )
 
-# Sessions of the page that a log-out has ended; see slotkeeper/registry/tenants.py.
+# Sessions of the page that a log-out has ended; see slotkeeper/registry/sessions.py.
 revoked_sessions = Table(
     "revoked_sessions",
     metadata,
@@ -103,6 +103,8 @@ secrets = Table(
     Column("set_ms", BigInteger, nullable=False),
 )
 
+# Columns from key_hash to rights, and former_hash, are for processes of the release before; its keys are in api_keys,
+# too.  The migration of the next release drops them.
 tenants = Table(
     "tenants",
     metadata,
@@ -115,6 +117,22 @@ tenants = Table(
     Column("created_ms", BigInteger, nullable=False),
     Column("former_hash", Text, index=True),  # of the key before the last rotation
     Column("former_until_ms", BigInteger),  # until when that key is valid, too
+)
+
+# See slotkeeper/registry/api_keys.py.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("tenant", Text, nullable=False, index=True),
+    Column("hash", Text, nullable=False, unique=True),
+    Column("scopes", Text, nullable=False),  # words separated by blanks
+    Column("name", Text, nullable=False, server_default=EMPTY_TEXT),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("created_by", Text),
+    Column("expires_ms", BigInteger),
+    Column("revoked_ms", BigInteger),
+    Column("last_used_ms", BigInteger),
 )
 
 # Tenants that are not online, also such without a key.

@@ -22,7 +22,7 @@ import orjson
 
 from slotkeeper.config import StorageSettings
 from slotkeeper.process import singleton
-from slotkeeper.registry.tenants import SecretRotation
+from slotkeeper.registry.webhook_rotations import SecretRotation
 from slotkeeper.state_folder import read_or_create
 from tasks.config import TaskSettings
 

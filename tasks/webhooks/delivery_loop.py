@@ -18,7 +18,7 @@ from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.tenants import SecretRotations
+from slotkeeper.registry.webhook_rotations import SecretRotations
 from tasks.config import TaskSettings
 from tasks.security.url_guard import parse_networks
 from tasks.webhooks.delivery_queue import DeliveryLimits, FairQueue, Permit

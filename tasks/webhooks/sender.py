@@ -35,7 +35,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import Message
 from slotkeeper.process import package_version
-from slotkeeper.registry.tenants import SecretRotations
+from slotkeeper.registry.webhook_rotations import SecretRotations
 from tasks.security import vault
 from tasks.security.keyring import webhook_secrets
 from tasks.security.url_guard import _PUBLIC_ONLY_HINT, ALLOW_VARIABLE, Network, _opened_networks, _policy, examine_url

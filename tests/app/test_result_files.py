@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 TEXT = base64.b64encode(PNG).decode()
 FILE = {"media_type": "image/png", "size": len(PNG), "base64": TEXT}
 URL = f"data:image/png;base64,{TEXT}"
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 
 
 # -- in a result -------------------------------------------------------------------------------------------------------

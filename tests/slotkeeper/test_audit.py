@@ -13,8 +13,10 @@ from slotkeeper.outbox import retention
 from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_removal import remove_server
+from slotkeeper.registry.identity import Tenant
 from slotkeeper.registry.server_descriptions import Secret
-from slotkeeper.registry.tenants import SecretRotations, Tenant, Tenants
+from slotkeeper.registry.tenants import Tenants
+from slotkeeper.registry.webhook_rotations import SecretRotations
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
 
 _EVER = 1 << 60
@@ -40,7 +42,7 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
         catalog.set_secret(Secret("HF", None, "sealed", "eve", T0))
         catalog.remove_secret("HF")
         remove_server(database, "gpu1", T0, "eve")
-        tenants.add(Tenant("acme", admin=False), T0)
+        tenants.add(Tenant("acme"), T0)
         SecretRotations(database).rotate("acme", T0)
         tenants.remove("acme")
     assert _words(database) == [
@@ -105,7 +107,7 @@ def test_a_refusal_that_a_unit_returns_writes_no_entry(database):
 
 
 def test_no_secret_stands_in_an_act(database):
-    key = Tenants(database).add(Tenant("acme", admin=False), T0)
+    key = Tenants(database).add(Tenant("acme"), T0).key
     Catalog(database).set_secret(Secret("HF", None, "sealed-text", None, T0))
     for done in audit.find_entries(database, AuditFilter()):
         assert key not in repr(done)

@@ -29,16 +29,16 @@ from app.context import context_of
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, Notifier
 from routing.queue import worker_capacity
 from routing.queue.queues import Offer
-from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import Transition
 from slotkeeper.jobs.tables import events, idempotency_keys, jobs, messages
 from slotkeeper.jobs.values import Job, JobError, QueuedJob
 from slotkeeper.process import Singleton
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Scope
 from tests.support.ends import end_run_with
 from tests.support.held_leases import hold
+from tests.support.keys import add_key
 from tools.cluster.direct_starts import begin_run
 from tools.cluster.valkey_process import Valkey
 
@@ -208,8 +208,11 @@ class Api:
 
     def tenant(self, name: str, *, admin: bool = False) -> dict[str, str]:
         """A new tenant's header."""
-        key = Tenants(self.database).add(Tenant(name, admin), now_ms())
-        return {"Authorization": f"Bearer {key}"}
+        return self.with_key(name, *([Scope.OPERATE] if admin else []))
+
+    def with_key(self, tenant: str, *scopes: Scope) -> dict[str, str]:
+        """The header with a new key of a tenant, which is added if it is new."""
+        return {"Authorization": f"Bearer {add_key(self.database, tenant, *scopes)}"}
 
     def stored(self) -> dict[str, int]:
         """How many rows each table has that a submit writes to; what operators did is not among its events."""

@@ -14,7 +14,7 @@ _TOP = """# Settings
 
 All settings are environment variables; the defaults suit one machine. [Several machines](../how-to/several-machines.md)
 says which ones must have the same value everywhere, [the limits of the API](api-limits.md) explains those of the API's
-connections, and [tenants and secrets](../how-to/tenants-and-secrets.md) explains the secret.
+connections, and [secrets](../how-to/secrets.md) explains the secret.
 
 `python -m tools.reference` writes this page from the code.
 """

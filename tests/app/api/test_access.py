@@ -1,52 +1,35 @@
 """Who may come in, and what happens to everybody else."""
 
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 
+from app.auth import access
 from app.config import AppSettings
-from app.factory import create_app
+from app.factory import create_app, create_routes
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import InvalidSetting
+from slotkeeper.jobs.states import State
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.tenants import Tenants
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
+from tests.support.clock import set_clock
 
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 OPEN = [("get", "/health/live"), ("get", "/health/ready"), ("get", "/openapi.json"), ("get", "/docs/swagger")]
-OF_TENANTS = [
-    ("post", "/queue/submit"),
-    ("post", "/queue/submit-batch"),
-    ("get", "/queue/jobs"),
-    ("get", "/queue/jobs/x"),
-    ("get", "/queue/jobs/x/attempts"),
-    ("get", "/queue/jobs/x/explain"),
-    ("post", "/queue/jobs/x/cancel"),
-    ("get", "/metrics"),
-]
-OF_ADMINS = [
-    ("post", "/admin/register"),
-    ("post", "/admin/servers/probe"),
-    ("get", "/admin/servers/gpu1/check"),
-    ("get", "/admin/presets"),
-    ("get", "/admin/servers"),
-    ("patch", "/admin/servers/x"),
-    ("delete", "/admin/servers/x"),
-    ("post", "/admin/servers/x/reset"),
-    ("get", "/admin/models"),
-    ("get", "/admin/models/x"),
-    ("patch", "/admin/models/x"),
-    ("get", "/admin/tenants"),
-    ("patch", "/admin/tenants/x"),
-    ("get", "/admin/model-configs/x"),
-    ("put", "/admin/model-configs/x"),
-    ("delete", "/admin/model-configs/x"),
-    ("get", "/admin/dlq"),
-    ("post", "/admin/dlq/x/retry"),
-    ("post", "/admin/dlq/retry-all"),
-    ("delete", "/admin/dlq/x"),
-    ("get", "/admin/ledger"),
-    ("get", "/admin/processes"),
-]
+METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
+ROUTES = create_routes()
+# Every view that requires a scope: (method, path, scope).  Names in paths are those of nothing.
+SCOPED = sorted(
+    (method.lower(), re.sub("<(?:[^:>]*:)?([^>]*)>", r"\1", rule.rule), scope)
+    for rule in ROUTES.url_map.iter_rules()
+    if (scope := access.scope_of(ROUTES, rule.endpoint)) is not None
+    for method in METHODS & (rule.methods or set())
+    if not any(getattr(ROUTES.view_functions[rule.endpoint], mark, False) for mark in access._MARKS)
+)
+OF_KEYS = [(method, path) for method, path, _ in SCOPED] + [("get", "/metrics"), ("get", "/models/model/stats")]
 
 
 def _ask(api: Api, method: str, path: str, **more: Any) -> Any:
@@ -61,7 +44,7 @@ def _ask(api: Api, method: str, path: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     "header", [{}, {"Authorization": "Bearer sk_wrong"}, {"Authorization": "Basic eDp5"}, {"Authorization": "Bearer"}]
 )
-@pytest.mark.parametrize("method, path", OF_TENANTS + OF_ADMINS)
+@pytest.mark.parametrize("method, path", OF_KEYS)
 def test_without_a_valid_key_nobody_comes_in(
     api: Api, settings: dict[str, str], method: str, path: str, header: dict[str, str]
 ) -> None:
@@ -79,11 +62,109 @@ def test_health_and_the_documentation_ask_for_no_key(
 
 
 @KEYED
-@pytest.mark.parametrize("method, path", OF_ADMINS)
-def test_only_administrators_administer(api: Api, settings: dict[str, str], method: str, path: str) -> None:
-    answer = _ask(api, method, path, headers=api.tenant("acme"))
-    assert (answer.status_code, answer.json["code"]) == (403, "forbidden")
-    assert _ask(api, method, path, headers=api.tenant("boss", admin=True)).status_code not in (401, 403)
+@pytest.mark.parametrize("method, path, scope", SCOPED)
+def test_a_key_opens_only_what_its_scopes_say(
+    api: Api, settings: dict[str, str], method: str, path: str, scope: Scope
+) -> None:
+    for given in Scope:
+        answer = _ask(api, method, path, headers=api.with_key("acme", given))
+        if given in (scope, Scope.OPERATE):
+            assert answer.status_code != 401 and answer.json.get("code") != "scope_missing", given
+        else:
+            assert (answer.status_code, answer.json["code"], answer.json["scope"]) == (403, "scope_missing", scope)
+
+
+@KEYED
+@pytest.mark.parametrize("path", ["/metrics", "/models/zimg/stats"])
+def test_figures_of_all_tenants_are_for_operators(api: Api, settings: dict[str, str], path: str) -> None:
+    api.client.put("/admin/model-configs/zimg", json={}, headers=api.with_key("root", Scope.OPERATE))
+    assert _ask(api, "get", path, headers=api.with_key("acme", *(set(Scope) - {Scope.OPERATE}))).status_code == 403
+    assert _ask(api, "get", path, headers=api.with_key("acme", Scope.OPERATE)).status_code == 200
+
+
+def test_a_view_without_a_scope_stops_the_application() -> None:
+    app = create_routes()
+    app.add_url_rule("/new", "new", lambda: "")
+    with pytest.raises(AssertionError, match="the view new has no scope"):
+        access.configure_access(app, AppSettings(), cast(Any, None))
+
+
+@KEYED
+def test_a_refusal_says_what_the_key_may_and_what_is_needed(api: Api, settings: dict[str, str]) -> None:
+    answer = _ask(api, "post", "/queue/submit", headers=api.with_key("acme", Scope.READ, Scope.AUDIT))
+    assert answer.json["detail"] == "This needs a key with the scope submit, and this key has: read audit."
+    key = api.with_key("acme", Scope.READ)["Authorization"]
+    mistyped = key[:-1] + ("x" if key[-1] != "x" else "y")
+    assert "mistyped" in _ask(api, "get", "/queue/jobs", headers={"Authorization": mistyped}).json["detail"]
+
+
+@KEYED
+def test_a_revoked_or_expired_key_opens_nothing(
+    api: Api, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = api.with_key("acme", Scope.READ, Scope.KEYS)
+    short = api.client.post("/tenants/me/keys", json={"scopes": ["read"], "expires_in_s": 60}, headers=keys).json
+    header = {"Authorization": f"Bearer {short['key']}"}
+    assert api.client.get("/queue/jobs", headers=header).status_code == 200
+    later = now_ms() + 60_000
+    set_clock(monkeypatch, lambda: later)
+    assert api.client.get("/queue/jobs", headers=header).status_code == 401
+    own = keys["Authorization"].removeprefix("Bearer ")[3:15]
+    assert api.client.delete(f"/tenants/acme/keys/{own}", headers=keys).status_code == 204
+    assert api.client.get("/queue/jobs", headers=keys).status_code == 401
+
+
+@KEYED
+def test_a_key_makes_changes_and_revokes_none_that_may_more(api: Api, settings: dict[str, str]) -> None:
+    boss, small = api.with_key("acme", Scope.OPERATE), api.with_key("acme", Scope.KEYS, Scope.READ)
+    id_of_boss = boss["Authorization"].removeprefix("Bearer ")[3:15]
+    path = f"/tenants/me/keys/{id_of_boss}"
+    refused = [
+        api.client.post("/tenants/me/keys", json={"scopes": ["read", "submit"]}, headers=small),
+        api.client.post("/tenants/me/keys", json={"scopes": ["operate"]}, headers=small),
+        api.client.post(f"{path}/rotate", json={}, headers=small),
+        api.client.patch(path, json={"scopes": ["read"]}, headers=small),
+        api.client.delete(path, headers=small),
+    ]
+    assert [(answer.status_code, answer.json["code"]) for answer in refused] == [(403, "scope_missing")] * 5
+    made = api.client.post("/tenants/me/keys", json={"name": "board", "scopes": ["read"]}, headers=small)
+    assert made.status_code == 201 and made.headers["Cache-Control"] == "no-store"
+    listed = api.client.get("/tenants/acme/keys", headers=small).json["keys"]
+    assert len(listed) == 3 and made.json["key"] not in str(listed)
+    assert api.client.delete(path, headers=boss).status_code == 409, "the last one that may operate"
+
+
+@KEYED
+def test_the_keys_of_another_tenant_do_not_exist(api: Api, settings: dict[str, str]) -> None:
+    zeta, acme = api.with_key("zeta", Scope.KEYS, Scope.READ), api.with_key("acme", Scope.READ)
+    key_id = acme["Authorization"].removeprefix("Bearer ")[3:15]
+    assert api.client.get("/tenants/acme/keys", headers=zeta).status_code == 404
+    for tenant in ("acme", "me", "zeta"):
+        assert api.client.delete(f"/tenants/{tenant}/keys/{key_id}", headers=zeta).status_code == 404
+    boss = api.with_key("root", Scope.OPERATE)
+    rotated = api.client.post(f"/tenants/acme/keys/{key_id}/rotate", json={"overlap_s": 0}, headers=boss)
+    assert (rotated.status_code, rotated.json["scopes"], rotated.json["created_by"]) == (201, ["read"], "root")
+    assert api.client.get("/queue/jobs", headers=acme).status_code == 401
+
+
+@KEYED
+def test_a_tenant_manages_its_own_dead_jobs_and_no_others(api: Api, settings: dict[str, str]) -> None:
+    api.client.put("/admin/model-configs/zimg", json={}, headers=api.with_key("root", Scope.OPERATE))
+    own, foreign = (an_ended_job(api.dispatcher.store, State.DEAD, tenant=name) for name in ("acme", "zeta"))
+    acme = api.with_key("acme", Scope.MANAGE)
+    assert [job["job_id"] for job in api.client.get("/admin/dlq", headers=acme).json["jobs"]] == [own.id]
+    assert api.client.post(f"/admin/dlq/{foreign.id}/retry", headers=acme).status_code == 404
+    assert api.client.delete(f"/admin/dlq/{foreign.id}", headers=acme).status_code == 404
+    assert api.client.post("/admin/dlq/retry-all", headers=acme).json["retried"] == 1
+    assert (api.job(own.id).state, api.job(foreign.id).state) == (State.QUEUED, State.DEAD)
+
+
+@KEYED
+def test_a_tenant_reads_and_rotates_its_own_webhook_secret_and_no_other(api: Api, settings: dict[str, str]) -> None:
+    acme = api.with_key("acme", Scope.MANAGE)
+    for tenant, status in (("acme", 200), ("me", 200), ("zeta", 404)):
+        assert api.client.get(f"/admin/webhook-secrets/{tenant}", headers=acme).status_code == status
+        assert api.client.post(f"/admin/webhook-secrets/{tenant}", headers=acme).status_code == status
 
 
 @KEYED
@@ -149,7 +230,7 @@ def test_this_machine_may_come_in_under_its_own_names(api: Api, host: str) -> No
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[::2]", "10.0.0.1"],
 )
-@pytest.mark.parametrize("method, path", OF_TENANTS + OF_ADMINS)
+@pytest.mark.parametrize("method, path", OF_KEYS)
 def test_a_name_that_was_bound_to_this_machine_is_refused(api: Api, host: str, method: str, path: str) -> None:
     answer = _ask(api, method, path, headers={"Host": host})
     assert (answer.status_code, answer.json["code"]) == (421, "wrong_host")

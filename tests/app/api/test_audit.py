@@ -8,11 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from app.cli.operation_commands import audit
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Scope
 from tests.support.api import Api
-from tests.support.builders import T0, a_queued_job
+from tests.support.builders import a_queued_job
+from tests.support.keys import add_key
 
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 
 
 def _acts(api: Api, **query: Any) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def test_a_tenant_that_cancels_its_job_is_noted(api: Api, settings: dict[str, st
 
 @KEYED
 def test_only_who_has_the_right_to_audit_or_administers_sees_it(api: Api, settings: dict[str, str]) -> None:
-    key = Tenants(api.database).add(Tenant("auditor", admin=False, audits=True), T0)
+    key = add_key(api.database, "auditor", Scope.AUDIT)
     auditor = {"Authorization": f"Bearer {key}"}
     assert api.client.get("/admin/audit", headers=api.tenant("acme")).status_code == 403
     assert api.client.get("/admin/audit").status_code == 401

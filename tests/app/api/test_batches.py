@@ -18,7 +18,7 @@ from tests.support.builders import T0, a_job, a_queued_job, a_start, an_ended_jo
 from tests.support.sql_plans import plans_of
 from tools.cluster.direct_starts import begin_run
 
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 _JOB: dict[str, Any] = {"model": "zimg", "payload": {"prompt": "a cat"}}
 
 

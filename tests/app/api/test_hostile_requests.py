@@ -5,7 +5,8 @@ import pytest
 from app.config import AppSettings
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidRequest, InvalidSetting
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.tenants import Tenants
 from tests.support.api import Api
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
@@ -104,12 +105,12 @@ def test_a_weight_that_no_score_can_be_divided_by_is_refused(api: Api, weight: f
 @pytest.mark.parametrize("name", ["", " ", " a", "a\n", "\t", "a\u202eb", "\x1b[2J", "x" * 201])
 def test_a_tenants_name_can_be_shown_and_asked_for(api: Api, name: str) -> None:
     with pytest.raises(InvalidRequest):
-        Tenants(api.database).add(Tenant(name, False), now_ms())
+        Tenants(api.database).add(Tenant(name), now_ms())
 
 
 def test_the_tenant_of_those_without_keys_gets_no_key(api: Api) -> None:
     with pytest.raises(Conflict):
-        Tenants(api.database).add(Tenant("default", False), now_ms())
+        Tenants(api.database).add(Tenant("default"), now_ms())
 
 
 def test_no_time_to_live_and_a_moment_that_has_passed_expire_the_job(api: Api) -> None:

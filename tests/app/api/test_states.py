@@ -15,7 +15,7 @@ from tests.support.visitor import visitor
 from tools.cluster.direct_starts import begin_run
 
 STATES = ["paused", "draining", "frozen"]
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 
 
 def _set(api: Api, path: str, state: str, reason: str | None = None, **more: Any) -> Any:
@@ -222,14 +222,14 @@ def test_a_tenant_that_is_stopped_in_every_fleet(api: Api, settings: dict[str, s
 @KEYED
 def test_tenants_are_listed_without_their_keys(api: Api, settings: dict[str, str]) -> None:
     boss, acme = api.tenant("boss", admin=True), api.tenant("acme")
-    assert _set(api, "tenants/celery/batch", "frozen", headers=boss).json["has_key"] is False
+    assert _set(api, "tenants/celery/batch", "frozen", headers=boss).json["keys"] == 0
     _set(api, "tenants/acme", "paused", headers=boss)
     answer = api.client.get("/admin/tenants", headers=boss)
-    listed = {it["tenant"]: (it["has_key"], it["admin"], it["state"]) for it in answer.json["tenants"]}
+    listed = {it["tenant"]: (it["keys"], it["operates"], it["state"]) for it in answer.json["tenants"]}
     assert listed == {
-        "acme": (True, False, "paused"),
-        "boss": (True, True, "online"),
-        "celery/batch": (False, False, "frozen"),
+        "acme": (1, False, "paused"),
+        "boss": (1, True, "online"),
+        "celery/batch": (0, False, "frozen"),
     }
     key = acme["Authorization"].partition(" ")[2]
     assert key not in answer.text and "hash" not in answer.text

@@ -11,6 +11,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from structlog.testing import capture_logs
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.tenants import Tenants
 from tasks import server_push, startup
 from tasks.security import keyring
@@ -19,7 +20,7 @@ from tests.support.api import Api
 from tools.cluster.stack import eventually
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 OTHER = base64.b64encode(bytes(range(100, 132))).decode()
 
 
@@ -84,8 +85,8 @@ def test_a_rotation_concerns_one_tenant(api: Api) -> None:
 
 
 @KEYED
-def test_only_who_may_administer_sees_or_rotates_a_secret(api: Api) -> None:
-    plain, admin = api.tenant("acme"), api.tenant("root", admin=True)
+def test_only_who_may_manage_sees_or_rotates_a_secret(api: Api) -> None:
+    plain, admin = api.with_key("acme", Scope.READ, Scope.SUBMIT), api.tenant("root", admin=True)
     assert [ask(api, "acme", headers=plain).status_code for ask in (_secret, _rotate)] == [403, 403]
     assert [ask(api, "acme").status_code for ask in (_secret, _rotate)] == [401, 401]
     answer = _secret(api, "acme", headers=admin)

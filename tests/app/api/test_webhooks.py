@@ -31,7 +31,7 @@ from tools.cluster.direct_starts import store_start
 from tools.cluster.stack import eventually
 
 ALLOWED = pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 URL = "https://hooks.example.com/slotkeeper"
 
 
@@ -397,7 +397,9 @@ def test_one_message_or_all_since_a_time_are_told_once_more(api, receiver, sendi
     assert sorted(it["data"]["job_id"] for it in receiver.bodies[4:]) == sorted(jobs)
 
 
-@pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32", "REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+@pytest.mark.parametrize(
+    "settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32", "REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}]
+)
 def test_what_answers_inside_is_quoted_to_administrators_alone(api, receiver, sending, settings) -> None:
     acme, root = api.tenant("acme"), api.tenant("root", admin=True)
     receiver.answer = "the keys of the kingdom"

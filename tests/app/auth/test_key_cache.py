@@ -1,7 +1,15 @@
-from app.auth.access import _MOST_CACHED, Keys
-from slotkeeper.registry.tenants import Tenant, hash_key
+"""The keys in memory: as new as the database's, and still there while it is away."""
 
-ACME = Tenant("acme", admin=False)
+from typing import Any, cast
+
+import pytest
+
+from app.auth.api_keys import KeyCache
+from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.registry.api_keys import ApiKeys, hash_key, make_key
+from slotkeeper.registry.identity import FIRST_SCOPES, Scope
+from tests.support.clock import set_clock
+from tests.support.keys import FakeKeys
 
 
 class Clock:
@@ -11,40 +19,88 @@ class Clock:
         return self.now
 
 
-class FakeTenants:
-    def __init__(self, **keys: Tenant) -> None:
-        self.keys = keys
-        self.asked: list[str] = []
-
-    def find_by_hash(self, hashed: str) -> Tenant | None:
-        known = {hash_key(key): key for key in ("k1", "k2")}
-        key = known.get(hashed, hashed)
-        self.asked.append(key)
-        return self.keys.get(key)
+class Sessions:
+    def read(self) -> None:
+        pass
 
 
-def test_a_key_is_looked_up_once_in_a_while():
-    clock, tenants = Clock(), FakeTenants(k1=ACME)
-    keys = Keys(tenants, 5.0, clock)
-    assert [keys.tenant("k1"), keys.tenant("k1"), keys.tenant("k2"), keys.tenant("k2")] == [ACME, ACME, None, None]
-    assert tenants.asked == ["k1", "k2"]
-    clock.now = 5.0
-    keys.tenant("k1")
-    assert tenants.asked == ["k1", "k2", "k1"]
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_a_removed_key_works_for_a_moment_at_most():
-    clock, tenants = Clock(), FakeTenants(k1=ACME)
-    keys = Keys(tenants, 5.0, clock)
-    keys.tenant("k1")
-    tenants.keys.clear()
-    clock.now = 5.0
-    assert keys.tenant("k1") is None
+@pytest.fixture
+def keys() -> FakeKeys:
+    return FakeKeys(acme=FIRST_SCOPES)
 
 
-def test_guesses_do_not_fill_the_memory_and_no_key_is_kept_in_it():
-    keys = Keys(FakeTenants(), 5.0, Clock())
-    for guess in range(_MOST_CACHED + 10):
-        keys.tenant(f"sk_{guess}")
-    assert len(keys._cache) <= _MOST_CACHED
-    assert not any("sk_" in name for name in keys._cache)
+@pytest.fixture
+def cache(keys: FakeKeys, clock: Clock) -> KeyCache:
+    return KeyCache(cast(ApiKeys, keys), cast(Any, Sessions()), 1.0, clock=clock)
+
+
+def test_keys_are_compared_once_a_second_and_read_when_they_have_changed(
+    cache: KeyCache, keys: FakeKeys, clock: Clock
+) -> None:
+    for _ in range(3):
+        identity = cache.find("sk_acme")
+        assert identity is not None and identity.tenant.name == "acme" and identity.scopes == FIRST_SCOPES
+    assert (keys.looks, keys.reads) == (1, 1)
+    clock.now = 1.0
+    cache.find("sk_acme")
+    assert (keys.looks, keys.reads) == (2, 1)
+
+
+def test_a_revoked_key_opens_nothing_after_a_second(cache: KeyCache, keys: FakeKeys, clock: Clock) -> None:
+    cache.find("sk_acme")
+    keys.change("acme", None)
+    clock.now = 1.0
+    assert cache.find("sk_acme") is None
+
+
+def test_a_new_key_opens_at_once(cache: KeyCache, keys: FakeKeys) -> None:
+    cache.find("sk_acme")
+    keys.change("beta", FIRST_SCOPES)
+    assert cache.find("sk_beta") is not None
+
+
+def test_an_expired_key_opens_nothing_though_nobody_has_changed_it(
+    cache: KeyCache, keys: FakeKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.expires_ms["acme"] = 1_000
+    set_clock(monkeypatch, lambda: 999)
+    assert cache.find("sk_acme") is not None
+    set_clock(monkeypatch, lambda: 1_000)
+    assert cache.find("sk_acme") is None
+
+
+def test_while_the_database_is_away_the_last_keys_count(cache: KeyCache, keys: FakeKeys, clock: Clock) -> None:
+    keys.is_away = True
+    with pytest.raises(DatabaseUnavailable):
+        cache.find("sk_acme")
+    keys.is_away = False
+    assert cache.find("sk_acme") is not None
+    keys.is_away, clock.now = True, 5.0
+    assert cache.find("sk_acme") is not None and cache.find("sk_other") is None
+
+
+def test_a_mistyped_key_is_refused_without_a_look(cache: KeyCache, keys: FakeKeys) -> None:
+    key = make_key().key
+    assert cache.find(key[:-1] + ("a" if key[-1] != "a" else "b")) is None and keys.looks == 0
+    assert cache.find(key) is None and keys.looks == 1
+
+
+def test_keys_that_are_used_are_noted_once_a_minute(cache: KeyCache, keys: FakeKeys, clock: Clock) -> None:
+    keys.change("beta", {Scope.OPERATE})
+    cache.find("sk_acme")
+    clock.now = 59.0
+    cache.find("sk_beta")
+    assert keys.used == []
+    clock.now = 60.0
+    cache.find("sk_acme")
+    assert keys.used == ["acme", "beta"]
+
+
+def test_the_cache_holds_no_key(cache: KeyCache) -> None:
+    cache.find("sk_acme")
+    assert list(cache._valid) == [hash_key("sk_acme")]

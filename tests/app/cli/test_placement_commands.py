@@ -246,18 +246,19 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
 
 
 def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotkeeper.registry.tenants import Tenant, Tenants
+    from slotkeeper.registry.identity import Tenant
+    from slotkeeper.registry.tenants import Tenants
     from tasks import services
 
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     clear_wiring()
-    Tenants(services.database()).add(Tenant("acme", admin=False, rate_per_s=5), 0)
+    Tenants(services.database()).add(Tenant("acme", rate_per_s=5), 0)
     services.catalog().set_tenant_state("celery", "frozen")
     rows, listed = run("tenants", "list").stdout, json.loads(run("tenants", "list", "--json").stdout)
     clear_wiring()
     assert [row.split() for row in rows.splitlines()[3:5]] == [
-        ["acme", "no", "5", "-", "online"],
-        ["celery", "-", "-", "-", "frozen"],
+        ["acme", "1", "no", "5", "-", "online"],
+        ["celery", "0", "no", "-", "-", "frozen"],
     ]
     assert [(one["name"], one["rate_per_s"], one["state"]) for one in listed] == [
         ("acme", 5, "online"),

@@ -1,5 +1,6 @@
 """The page without a browser: who comes in, what they see, and what forms may do."""
 
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -11,15 +12,19 @@ from app.auth import session_cookie
 from app.page.admin_pages import display_setting
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import END_SENTENCES, Reason, State
-from slotkeeper.registry.tenants import RevokedSessions, Tenant, Tenants
+from slotkeeper.registry.api_keys import hash_key
+from slotkeeper.registry.identity import Scope
+from slotkeeper.registry.sessions import RevokedSessions
+from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
 from tests.support.clock import set_clock
+from tests.support.keys import add_key, identity_of
 from tests.support.visitor import Visitor, key_of, visitor
 
-KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 EVIL = '"><script>alert(1)</script>'
 
 
@@ -113,7 +118,7 @@ def test_a_visit_ends_when_its_time_is_over(
 @KEYED
 def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, settings: dict[str, str]) -> None:
     key = key_of(api, "root", admin=True)
-    hashed = next(hashed for hashed, it in Tenants(api.database).list_by_hash().items() if it.name == "root")
+    hashed = hash_key(key)
     forged = session_cookie.encode_session(session_cookie.new_session(hashed, 3600), b"not our key")
     stranger = visitor(api)
     stranger.client.set_cookie("slotkeeper_8000", forged)
@@ -215,6 +220,10 @@ def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: d
         "/page/jobs/x",
         "/page/jobs/x/cancel",
         "/page/jobs/x/files/0",
+        "/page/jobs/x/retry",
+        "/page/dead",
+        "/page/dead/retry",
+        "/page/dead/retry-all",
         "/page/stream",
         "/page/x",
         "/page/webhooks",
@@ -237,7 +246,7 @@ def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_i
 ) -> None:
     operator.post("/page/tenants/state", tenant="acme", state="paused", reason="has not paid")
     auditor, acme = visitor(api), visitor(api)
-    auditor.log_in(Tenants(api.database).add(Tenant("auditor", False, audits=True), now_ms()))
+    auditor.log_in(add_key(api.database, "auditor", Scope.READ, Scope.AUDIT))
     acme.log_in(key_of(api, "acme"))
     assert auditor.get("/page/audit", headers={"Accept": "application/x-ndjson"}).status_code == 200
     shown = auditor.get("/page/audit").text
@@ -489,3 +498,35 @@ def test_the_longest_numbers_of_a_job_are_shown_as_they_were_written(api: Api) -
     shown = visitor(api).get(f"/page/jobs/{job_id}")
     assert shown.status_code == 200
     assert digits in shown.text and "1.5" in shown.text and "ü" in shown.text
+
+
+# -- keys ------------------------------------------------------------------------------------------------------
+
+
+@KEYED
+def test_a_key_is_made_shown_once_replaced_and_revoked_on_the_page(api: Api, settings: dict[str, str]) -> None:
+    somebody = visitor(api)
+    somebody.log_in(add_key(api.database, "acme", Scope.KEYS, Scope.READ))
+    made = somebody.post("/page/keys/add", name="board", scope="read", days="90").text
+    key = re.search("sk_[0-9A-Za-z]{61}", made)[0]
+    assert identity_of(api.database, key).scopes == {Scope.READ}
+    listed = somebody.get("/page/keys").text
+    assert "board" in listed and key[3:15] in listed and key not in listed
+    new = re.search("sk_[0-9A-Za-z]{61}", somebody.post("/page/keys/rotate", key=key[3:15]).text)[0]
+    assert identity_of(api.database, key) and identity_of(api.database, new), "for a day"
+    assert somebody.post("/page/keys/revoke", key=new[3:15]).status_code == 303
+    assert identity_of(api.database, new) is None
+    assert "revoked" in somebody.get("/page/keys").text
+
+
+@KEYED
+def test_the_page_of_keys_refuses_in_place_what_the_api_refuses(api: Api, settings: dict[str, str]) -> None:
+    somebody = visitor(api)
+    somebody.log_in(add_key(api.database, "acme", Scope.KEYS, Scope.READ))
+    for fields in ({"scope": "operate"}, {"scope": "read", "days": "soon"}, {}):
+        refused = somebody.post("/page/keys/add", **fields)
+        assert refused.status_code in (403, 422) and "Keys of acme" in refused.text, fields
+    assert somebody.get("/page/keys?tenant=zeta").status_code == 404
+    stranger = visitor(api)
+    stranger.log_in(add_key(api.database, "zeta", Scope.READ))
+    assert stranger.get("/page/keys").status_code == 403 and "/page/keys" not in stranger.get("/page/jobs").text

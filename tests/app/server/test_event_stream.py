@@ -30,7 +30,8 @@ from slotkeeper.outbox import retention
 from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.registry.tenants import Tenants, hash_key
+from slotkeeper.registry.api_keys import ApiKeys, hash_key
+from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
@@ -70,7 +71,7 @@ class Served:
 @contextmanager
 def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
-    key_cache = KeyCache(Tenants(api.database) if settings.require_keys else None, cast(Any, _Sessions()))
+    key_cache = KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0) if settings.require_keys else None
     follower = ProgressFollower(services.scripts())
     application = WebApplication(api.client.application, settings, key_cache, 3000, api.database, follower)
     with serving(application) as web:
@@ -614,7 +615,7 @@ def test_a_stopping_process_responds_to_waiting_requests(served: Served) -> None
     assert _response_body(connection)["status"] == "queued"
 
 
-@pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
+@pytest.mark.parametrize("settings", [KEYS | {"CATALOG_REFRESH_S": "0"}])
 def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -638,17 +639,20 @@ class _Sessions:
         pass
 
 
-@pytest.mark.parametrize("settings", [KEYS | {"KEY_CACHE_S": "0"}])
+@pytest.mark.parametrize("settings", [KEYS | {"CATALOG_REFRESH_S": "0"}])
 def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
-    key_cache, operator = KeyCache(Tenants(api.database), cast(Any, _Sessions())), Owner("acme", OwnerKind.OPERATOR)
-    asyncio.run(key_cache.refresh())
+    key_cache, operator = (
+        KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0),
+        Owner("acme", OwnerKind.OPERATOR),
+    )
+    asyncio.run(key_cache.refresh_in_thread())
     assert key_cache.is_still_valid(operator, {"HTTP_AUTHORIZATION": key})
     assert key_cache.is_still_valid(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a session of the page"
     assert not key_cache.is_still_valid(operator, {"HTTP_COOKIE": "over"})
     other_key = api.tenant("beta")["Authorization"]
-    key_cache = KeyCache(Tenants(api.database), cast(Any, _Sessions()))
-    asyncio.run(key_cache.refresh())
+    key_cache = KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0)
+    asyncio.run(key_cache.refresh_in_thread())
     assert key_cache.is_still_valid(Owner("beta", OwnerKind.TENANT), {"HTTP_AUTHORIZATION": other_key})
     assert not key_cache.is_still_valid(operator, {"HTTP_AUTHORIZATION": other_key}), (
         "acme is not an administrator any more"

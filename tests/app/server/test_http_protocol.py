@@ -20,8 +20,9 @@ from app.server.http_protocol import LimitedHttpProtocol
 from slotkeeper.client import Client
 from slotkeeper.client_errors import ApiUnreachable, ClientError
 from slotkeeper.db import Database
-from slotkeeper.registry.tenants import Tenant, hash_key
+from slotkeeper.registry.identity import FIRST_SCOPES
 from tests.support.certificates import self_signed
+from tests.support.keys import FakeKeys
 from tests.support.web import Web, serving
 from tools.cluster.stack import eventually
 
@@ -69,9 +70,8 @@ class _Follower:
 
 def _application(keys: Any = None, **settings: Any) -> WebApplication:
     app_settings = AppSettings(require_keys=keys is not None, **settings)
-    return WebApplication(
-        _echo, app_settings, KeyCache(keys, cast(Any, _Sessions())), 100, DATABASE, cast(Any, _Follower())
-    )
+    cache = None if keys is None else KeyCache(keys, cast(Any, _Sessions()), 1.0)
+    return WebApplication(_echo, app_settings, cache, 100, DATABASE, cast(Any, _Follower()))
 
 
 @pytest.fixture(scope="module")
@@ -388,38 +388,38 @@ def test_a_header_beyond_latin_1_is_replaced(address: tuple[str, int]) -> None:
 def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
     require_keys: bool, threads: int, places: int
 ) -> None:
-    application = _application(_Tenants() if require_keys else None, web_threads=32, max_waiting_requests=32)
+    application = _application(_Keys() if require_keys else None, web_threads=32, max_waiting_requests=32)
     assert (application.general.share, application.waiting.share) == (threads, places)
 
 
-class _Tenants:
-    """Tenants with one key.  Reads after the first one wait for GATE."""
+class _Keys(FakeKeys):
+    """One key.  Looks after the first one wait for GATE."""
 
     def __init__(self) -> None:
-        self.reads = 0
+        super().__init__(a=FIRST_SCOPES)
 
-    def list_by_hash(self) -> dict[str, Tenant]:
-        self.reads += 1
-        if self.reads > 1:
+    def get_version(self) -> int:
+        version = super().get_version()
+        if self.looks > 1:
             GATE.wait(20)
-        return {hash_key("sk_a"): Tenant("alice", False)}
+        return version
 
 
 def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time() -> None:
     GATE.clear()
-    tenants = _Tenants()
-    with serving(_application(tenants)) as keyed:
-        eventually(lambda: tenants.reads, "the keys are read")
+    keys = _Keys()
+    with serving(_application(keys)) as keyed:
+        eventually(lambda: keys.looks, "the keys are read")
         connections = [socket.create_connection(keyed.address, 10) for _ in range(65)]
         try:
             for number, connection in enumerate(connections):
                 connection.sendall(GET + b"Connection: close\r\nAuthorization: Bearer sk_%d\r\n\r\n" % number)
-            eventually(lambda: tenants.reads > 1, "they are read again")
+            eventually(lambda: keys.looks > 1, "they are read again")
             assert _statuses(_exchange(keyed.address, GET + b"Authorization: Bearer sk_a\r\n\r\n")) == [200]
             GATE.set()
             for connection in connections:
                 assert _statuses(_read_all(connection)) == [200]
-            assert tenants.reads < 5
+            assert keys.looks < 5
         finally:
             GATE.set()
             for connection in connections:
@@ -445,7 +445,7 @@ def test_a_client_trusts_only_a_configured_authority(tmp_path: Path) -> None:
 
 def test_anonymous_requests_do_not_delay_a_readiness_probe() -> None:
     GATE.clear()
-    with serving(_application(_Tenants())) as keyed:
+    with serving(_application(_Keys())) as keyed:
         connections = []
         try:
             for n in range(2, 6):  # Each address is a separate owner.
@@ -463,7 +463,7 @@ def test_anonymous_requests_do_not_delay_a_readiness_probe() -> None:
 @pytest.mark.parametrize("size, is_read", [(2048, True), (2049, False)])
 def test_the_body_of_an_anonymous_request_is_limited_to_a_log_in(size: int, is_read: bool) -> None:
     GATE.set()
-    with serving(_application(_Tenants())) as keyed:
+    with serving(_application(_Keys())) as keyed:
         head = b"POST /page/login HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
         answers = _exchange(keyed.address, head + b"a" * size)
         assert bool(_last_body(answers)["body"]) is is_read

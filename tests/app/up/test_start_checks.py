@@ -181,7 +181,7 @@ def test_with_keys_the_first_words_say_how_to_get_one(settings: pytest.MonkeyPat
     assert "tenants add" not in _welcome(read_plan(demo=False), 1.0)
     settings.setenv("SLOTKEEPER_REQUIRE_KEYS", "true")
     said = _welcome(read_plan(demo=False), 1.0)
-    assert "tenants add NAME --admin" in said and "SLOTKEEPER_KEY" in said
+    assert "tenants add NAME --operate" in said and "SLOTKEEPER_KEY" in said
 
 
 def test_the_state_folder_tells_where_everything_listens(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:

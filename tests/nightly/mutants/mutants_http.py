@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "a stream outlives its key",
         "app.server.application:WebApplication._refresh_keys",
-        never("self._key_cache.is_still_valid"),
+        never("cache.is_still_valid"),
         kills=["test_a_stream_ends_when_its_key_is_removed_and_no_other_does"],
         breaks="authorization",
         still="test_a_tenant_follows_its_own_jobs_and_an_administrator_all",

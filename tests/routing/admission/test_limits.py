@@ -9,11 +9,11 @@ from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
 from routing.admission.submit_limits import Limit, Phase
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.tenants import Tenant
+from slotkeeper.registry.identity import Tenant
 from tests.support import limit_of_share
 from tests.support.stage import Stage
 
-ACME = Tenant("acme", admin=False, rate_per_s=1, burst=3)
+ACME = Tenant("acme", rate_per_s=1, burst=3)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_limit_that_is_added_applies_to_every_submit(stage, monkeypatch):
     )
     stage.submit(tenant="t1")
     with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
-        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1", admin=False))
+        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1"))
     assert refused.value.retry_after_s == 5.0
     stage.submit(tenant="t2")
 

@@ -63,7 +63,7 @@ def test_every_path_with_a_job_takes_its_short_id(api: Api) -> None:
     assert (sent.status_code, sent.headers["Location"]) == (303, f"/page/jobs/{whole}")
 
 
-@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 def test_an_ambiguous_id_names_only_the_tenants_own_jobs(api: Api, settings: dict[str, str]) -> None:
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     api.dispatcher.store.submit([a_job(id=_ONE, tenant="acme"), a_job(id=_TWIN, tenant="other")], T0)

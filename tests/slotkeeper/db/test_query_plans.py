@@ -26,8 +26,9 @@ from slotkeeper.outbox.redelivery import Redelivery
 from slotkeeper.outbox.result_notifications import ResultNotifications
 from slotkeeper.outbox.subscriptions import Subscription
 from slotkeeper.outbox.webhook_messages import DeliveryResult, DueCallback, Message, MessageKey, MessageQueue
+from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.catalog import Catalog
-from slotkeeper.registry.tenants import SecretRotations, Tenants
+from slotkeeper.registry.webhook_rotations import SecretRotations
 from tests.support.builders import T0, a_job
 from tests.support.ends import store_end
 from tools.cluster.direct_starts import store_remote_id, store_start
@@ -144,7 +145,7 @@ _WALKS = re.compile(r"Seq Scan|(?:Index|Index Only|Bitmap Index) Scan \S+(?: \S+
 _WALKS_ON_SQLITE = re.compile(r"^SCAN (?!(?:\d+ )?CONSTANT ROW|given|subquery|anon_|\()")
 # What finds one row, or the few rows of one job.
 _KEYS = re.compile(
-    r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tries_receiver|ix_tenants_former_hash|rowid"
+    r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tries_receiver|ix_api_keys_tenant|rowid"
 )
 
 
@@ -209,7 +210,7 @@ BY_KEY: dict[str, Callable[[Database, JobStore], Any]] = {
     "withheld": lambda database, _: quarantine.find(database, "wait-1", 1),
     "let go of": lambda database, _: quarantine.release(database, "wait-1", 1),
     "version of the catalog": lambda database, _: Catalog(database).get_version(),
-    "tenant of a key": lambda database, _: Tenants(database).find_by_key("k"),
+    "keys of a tenant": lambda database, _: ApiKeys(database).list_of("t"),
     "secret of a tenant": lambda database, _: SecretRotations(database).get("big"),
 }
 

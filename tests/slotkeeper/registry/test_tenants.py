@@ -1,4 +1,4 @@
-"""Tenants: limits change, keys rotate with an overlap, and a removal says what it concerns."""
+"""Tenants: their limits change, and a removal says what it concerns."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,60 +10,29 @@ from app.cli.__main__ import main
 from routing.queries import job_list
 from slotkeeper.audit import AuditFilter, find_entries
 from slotkeeper.db import Database
-from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.tenants import Tenants
 from tasks.services import database as wired
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, an_ended_job
-from tests.support.clock import set_clock
-
-HOUR_MS = 3_600_000
-
-
-def test_both_keys_are_valid_until_the_overlap_is_over(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenants, acme = Tenants(database), Tenant("acme", admin=False, rate_per_s=3)
-    old = tenants.add(acme, T0)
-    new = tenants.rotate_key("acme", HOUR_MS, T0)
-    set_clock(monkeypatch, lambda: T0 + HOUR_MS - 1)
-    assert [tenants.find_by_key(key) for key in (old, new)] == [acme, acme]
-    assert set(tenants.list_by_hash().values()) == {acme} and len(tenants.list_by_hash()) == 2
-    set_clock(monkeypatch, lambda: T0 + HOUR_MS)
-    assert [tenants.find_by_key(key) for key in (old, new)] == [None, acme]
-    assert len(tenants.list_by_hash()) == 1
-
-
-def test_only_the_two_latest_keys_are_valid(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenants = Tenants(database)
-    keys = [tenants.add(Tenant("acme", admin=False), T0), *(tenants.rotate_key("acme", HOUR_MS, T0) for _ in range(2))]
-    set_clock(monkeypatch, lambda: T0 + 1)
-    assert [tenants.find_by_key(key) is not None for key in keys] == [False, True, True]
-    tenants.remove("acme")
-    assert [tenants.find_by_key(key) for key in keys] == [None, None, None]
-
-
-def test_a_key_rotated_without_an_overlap_stops_at_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenants = Tenants(database)
-    old = tenants.add(Tenant("acme", admin=False), T0)
-    set_clock(monkeypatch, lambda: T0)
-    tenants.rotate_key("acme", 0, T0)
-    assert tenants.find_by_key(old) is None
+from tests.support.keys import identity_of
 
 
 def test_limits_change_and_the_key_stays(database: Database) -> None:
     tenants = Tenants(database)
-    key = tenants.add(Tenant("acme", admin=False, rate_per_s=2, burst=4), T0)
+    key = tenants.add(Tenant("acme", rate_per_s=2, burst=4), T0).key
     tenants.change("acme", {"rate_per_s": 50})
-    assert tenants.find_by_key(key) == Tenant("acme", admin=False, rate_per_s=50, burst=4)
+    assert identity_of(database, key).tenant == Tenant("acme", rate_per_s=50, burst=4)
     tenants.change("acme", {"rate_per_s": None})
-    assert tenants.find_by_key(key) == Tenant("acme", admin=False)
+    assert identity_of(database, key).tenant == Tenant("acme")
     with pytest.raises(Conflict, match="rate"):
         tenants.change("acme", {"burst": 3})
-    assert tenants.find_by_key(key) == Tenant("acme", admin=False)
-    for act in (lambda: tenants.change("none", {"burst": 3}), lambda: tenants.rotate_key("none", 0, T0)):
-        with pytest.raises(NotFound):
-            act()
+    assert identity_of(database, key).tenant == Tenant("acme")
+    with pytest.raises(NotFound):
+        tenants.change("none", {"burst": 3})
     assert [it.act for it in find_entries(database, AuditFilter())] == ["tenant.change", "tenant.change", "tenant.add"]
 
 
@@ -74,7 +43,7 @@ def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> Non
     assert job_list.count_tenant_holdings(store.database, "acme") == job_list.Holdings({State.QUEUED: 2}, 0)
 
 
-@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "KEY_CACHE_S": "0"}])
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 def test_an_administrator_changes_limits_over_rest(api: Api, settings: dict[str, str]) -> None:
     root, acme = api.tenant("root", admin=True), api.tenant("acme")
     path = "/admin/tenants/acme"
@@ -106,7 +75,7 @@ def _run(*words: str, answer: str = "") -> Result:
 
 
 def test_a_removal_says_what_the_tenant_has_and_asks(home: Tenants) -> None:
-    home.add(Tenant("acme", admin=False), T0)
+    home.add(Tenant("acme"), T0)
     a_queued_job(JobStore(home.database), tenant="acme")
     asked = _run("remove", "acme", answer="n\n")
     assert asked.exit_code == 1 and "jobs that have not ended: 1 queued; webhooks: 0" in asked.output
@@ -117,12 +86,14 @@ def test_a_removal_says_what_the_tenant_has_and_asks(home: Tenants) -> None:
     assert "There is no tenant" in _run("remove", "acme", "--yes").output
 
 
-def test_commands_change_and_rotate(home: Tenants) -> None:
-    old = home.add(Tenant("acme", admin=False, rate_per_s=2), T0)
+def test_a_command_changes_limits(home: Tenants) -> None:
+    key = home.add(Tenant("acme", rate_per_s=2), T0).key
     assert _run("change", "acme", "--rate", "50", "--burst", "60").exit_code == 0
-    assert home.find_by_key(old) == Tenant("acme", admin=False, rate_per_s=50, burst=60)
-    new = _run("rotate", "acme", "--overlap", "1h").stdout.strip()
-    assert home.find_by_key(old) == home.find_by_key(new) != None  # noqa: E711
+    assert identity_of(home.database, key).tenant == Tenant("acme", rate_per_s=50, burst=60)
     assert _run("change", "acme").exit_code == 2
-    for wrong in ("1", "1w", "31d", "-1h", ""):
-        assert _run("rotate", "acme", "--overlap", wrong).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["me", "default", "validation", "acme/keys"])
+def test_a_name_that_means_something_else_is_refused(database: Database, name: str) -> None:
+    with pytest.raises((Conflict, InvalidRequest)):
+        Tenants(database).add(Tenant(name), T0)

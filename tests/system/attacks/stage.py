@@ -12,9 +12,9 @@ from typing import Any
 import requests
 
 from app.up.plan import read_procfile
-from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Scope
+from tests.support.keys import add_key
 from tools.cluster.stack import BIN, Stack
 
 PLACES = 1200
@@ -76,8 +76,8 @@ def staged(home: Path, **env: str) -> Iterator[Stage]:
 
 def _keys(home: Path) -> dict[str, str]:
     record = Database(f"sqlite:///{home / 'record.db'}")
-    tenants = Tenants(record)
-    made = {name: tenants.add(Tenant(name, name == "operator"), now_ms()) for name in ("operator", "alice", "mallory")}
+    made = {name: add_key(record, name) for name in ("alice", "mallory")}
+    made["operator"] = add_key(record, "operator", Scope.OPERATE)
     record.close()
     return made
 

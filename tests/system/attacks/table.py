@@ -178,7 +178,7 @@ TABLE = [
         (
             f"{API}test_access.py::test_a_tenant_sees_and_cancels_its_own_jobs_only",
             f"{API}test_access.py::test_another_tenants_job_looks_like_none",
-            f"{API}test_access.py::test_only_administrators_administer",
+            f"{API}test_access.py::test_a_key_opens_only_what_its_scopes_say",
         ),
     ),
     Row(

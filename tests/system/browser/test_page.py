@@ -18,12 +18,12 @@ from axe_playwright_python.base import AxeResults
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from slotkeeper.clock import clock
 from slotkeeper.config import StorageSettings
 from slotkeeper.db import Database
-from slotkeeper.registry.tenants import Tenant, Tenants
+from slotkeeper.registry.identity import Scope
 from slotkeeper.serve.demo import zimg
 from slotkeeper.serve.server import ReferenceServer, ServeConfig
+from tests.support.keys import add_key
 from tools.cluster.stack import Stack, eventually
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -103,9 +103,9 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 def _keys(running: Stack) -> dict[str, str]:
     """Written to the record from here: a process for each would cost a second."""
     database = Database(StorageSettings(home=running.home).sqlalchemy_url)
-    tenants = Tenants(database)
     found = {
-        name: tenants.add(Tenant(name, name == "root"), clock.now_ms()) for name in ("root", "acme", "globex", EVIL)
+        name: add_key(database, name, *([Scope.OPERATE] if name == "root" else []))
+        for name in ("root", "acme", "globex", EVIL)
     }
     database.close()
     return found

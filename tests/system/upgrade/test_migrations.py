@@ -16,7 +16,7 @@ from alembic import command, op
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, inspect, make_url, select, text
+from sqlalchemy import Connection, create_engine, insert, inspect, make_url, select, text
 
 from migrations import migrate, revisions
 from routing.admission.labels import encode_labels, label_text
@@ -25,8 +25,12 @@ from slotkeeper.db.schema import metadata
 from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.tables import job_labels
+from slotkeeper.registry.api_keys import ApiKeys, hash_key
+from slotkeeper.registry.identity import FIRST_SCOPES, Scope, Tenant
+from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tenants import Tenants
 from tests.house.tree import PACKAGES
-from tests.support.builders import a_queued_job, at_once, row_of
+from tests.support.builders import T0, a_queued_job, at_once, row_of
 from tests.system.upgrade.schema import schema_of
 from tools.cluster.postgres_process import Postgres
 
@@ -232,6 +236,47 @@ def test_the_labels_of_jobs_that_were_there_before_are_found_after_an_upgrade(em
     with database.read() as connection:
         rows = connection.execute(select(job_labels).order_by(job_labels.c.label)).all()
     assert rows == [(label_text(name, value), job.seq, job.tenant) for name, value in sorted(labels.items())]
+    database.close()
+
+
+def test_a_copied_key_of_the_release_before_still_opens(empty_url):
+    migrate.upgrade(empty_url)
+    migrate.migrate_to(empty_url, "0006")
+    database = Database(empty_url)
+    columns = {"rate_per_s": 7, "created_ms": T0}
+    rows = [
+        columns | {"name": "root", "key_hash": hash_key("sk_root"), "admin": 1, "rights": ""},
+        columns
+        | {"name": "acme", "key_hash": hash_key("sk_acme"), "admin": 0, "rights": "audit"}
+        | {"former_hash": hash_key("sk_former"), "former_until_ms": T0 + 1000},
+    ]
+    database.write(lambda tx: [tx.connection.execute(insert(tenants).values(**row)) for row in rows])
+    migrate.upgrade(empty_url)
+    found = ApiKeys(database).list_valid(T0)[1]
+    opened = {key: found[hash_key(key)] for key in ("sk_root", "sk_acme", "sk_former")}
+    of_acme = FIRST_SCOPES | {Scope.AUDIT}
+    assert {key: (valid.identity.tenant.name, valid.identity.scopes) for key, valid in opened.items()} == {
+        "sk_root": ("root", {Scope.OPERATE}),
+        "sk_acme": ("acme", of_acme),
+        "sk_former": ("acme", of_acme),
+    }
+    assert hash_key("sk_former") not in ApiKeys(database).list_valid(T0 + 1000)[1]
+    assert opened["sk_acme"].identity.tenant.rate_per_s == 7
+    database.close()
+
+
+def test_after_going_back_the_release_before_knows_a_key_of_each_tenant(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    for name, scopes in (("ops", {Scope.OPERATE}), ("acme", FIRST_SCOPES)):
+        Tenants(database).add(Tenant(name), T0, scopes)
+        ApiKeys(database).add(name, {Scope.READ}, now_ms=T0 + 1)
+    first = {key.tenant: key.id for name in ("ops", "acme") for key in ApiKeys(database).list_of(name)[1:]}
+    hashes = {valid.identity.key_id: hashed for hashed, valid in ApiKeys(database).list_valid(T0)[1].items()}
+    migrate.migrate_to(empty_url, "0006")
+    with database.read() as connection:
+        known = {row.name: (row.key_hash, row.admin) for row in connection.execute(select(tenants))}
+    assert known == {"ops": (hashes[first["ops"]], 1), "acme": (hashes[first["acme"]], 0)}
     database.close()
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
-from slotkeeper.registry.tenants import SecretRotation
+from slotkeeper.registry.webhook_rotations import SecretRotation
 from tasks import server_push
 from tasks.security import keyring
 from tasks.security.keyring import Purpose, derive, webhook_secrets

@@ -9,7 +9,7 @@ import pytest
 from slotkeeper.clock import now_ms
 from slotkeeper.outbox.subscriptions import END_EVENT_TYPES, Subscription
 from slotkeeper.outbox.webhook_messages import Message
-from slotkeeper.registry.tenants import SecretRotation
+from slotkeeper.registry.webhook_rotations import SecretRotation
 from tasks.security import keyring, vault
 from tasks.webhooks.sender import SendResult, SigningSender
 

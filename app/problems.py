@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 import structlog
-from flask import Flask, Response, request
+from flask import Flask, Response, g, request
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 from werkzeug.exceptions import HTTPException
@@ -126,6 +126,8 @@ def _from_slotkeeper_error(error: SlotkeeperError) -> Response:
     if status >= 500:
         log.warning("request_refused", code=error.code, path=request.path, detail=error.detail)
     facts = dict(error.facts)
+    if isinstance(error, TooManyRequests):
+        g.rates = error.rates
     if isinstance(error, InvalidRequest):
         facts["errors"] = [{"field": error.field, "message": printable_text(error.detail)}]
     return problem_response(

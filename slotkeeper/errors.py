@@ -3,6 +3,8 @@
 An expected "no" (a lost lease, an empty queue) is a value, not one of these.
 """
 
+from typing import Any
+
 
 class SlotkeeperError(Exception):
     """Base of every error that a caller may be shown.  The docstring of a subclass is its title."""
@@ -70,6 +72,8 @@ class TooManyRequests(SlotkeeperError):
     """The request exceeds a limit."""
 
     code = "too_many_requests"
+    rates: tuple[Any, ...] = ()
+    """What is left of the sender's rates, see routing/admission/submit_limits.py: LimitStatus."""
 
     def __init__(self, detail: str, retry_after_s: float, **facts: object) -> None:
         super().__init__(detail, **facts)

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 from app.api.openapi import blueprint, no_store, problem_responses
-from app.auth.access import current_identity, current_tenant, visible_name
+from app.auth.access import current_identity, current_tenant, scope, visible_name
+from app.context import dispatcher
 from app.problems import ProblemError
 from app.schemas.tenant_schemas import (
     KeyBody,
@@ -14,14 +15,27 @@ from app.schemas.tenant_schemas import (
     KeyRotateBody,
     KeyView,
     NewKeyView,
+    OwnTenantView,
     TenantPath,
 )
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.api_keys import ApiKey, ApiKeys, NewKey
 from slotkeeper.registry.identity import Scope, format_scopes, parse_scopes
+from slotkeeper.registry.tenant_limits import parse_rate
+from slotkeeper.registry.values import AdminState
 from tasks.services import database
 
-api = no_store(blueprint("keys", "Keys", "/tenants", scope=Scope.KEYS))
+api = no_store(blueprint("keys", "Own tenant", "/tenants", scope=Scope.KEYS))
+
+
+@api.get("/<path:tenant>", responses={200: OwnTenantView, **problem_responses(404, 422)})
+@scope(Scope.READ)
+def get_tenant(path: TenantPath) -> dict[str, Any]:
+    """Show a tenant: its state, its limits, and what the key of this request may be used for."""
+    name, snapshot = visible_name(path.tenant), dispatcher().catalog.refresh()
+    state = snapshot.tenants[name].state if name in snapshot.tenants else AdminState.ONLINE.value
+    scopes = format_scopes(current_identity().scopes).split()
+    return OwnTenantView.build(tenant=name, state=state, scopes=scopes, limits=snapshot.limits_of(name).model_dump())
 
 
 @api.get("/<path:tenant>/keys", responses={200: KeyList, **problem_responses(404, 422)})
@@ -42,7 +56,8 @@ def add_key(path: TenantPath, body: KeyBody) -> tuple[dict[str, Any], int]:
     scopes = _givable_scopes(body.scopes)
     expires_ms = None if body.expires_in_s is None else at_ms + 1000 * body.expires_in_s
     keys, by = ApiKeys(database()), current_tenant().name
-    new = keys.add(tenant, scopes, now_ms=at_ms, name=body.name, by=by, expires_ms=expires_ms)
+    rate = parse_rate(body.rate_per_s, body.burst)
+    new = keys.add(tenant, scopes, now_ms=at_ms, name=body.name, by=by, expires_ms=expires_ms, rate=rate)
     return _new_view(keys, tenant, new), 201
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from flask import request
+from flask import Response, g, request
 from redis.exceptions import RedisError
 
 from app.api.openapi import blueprint, optional_headers, problem_responses
-from app.auth.access import current_tenant
+from app.auth.access import current_identity
 from app.context import context, dispatcher
 from app.request_deadline import answered_in_time
 from app.request_json import BATCH_BODY, MAX_BATCH_JOBS, read_batch
@@ -35,6 +35,18 @@ from tasks.services import workers
 
 api = blueprint("queue", "Submit", "/queue", scope=Scope.SUBMIT)
 
+
+@api.after_request
+def _show_rates(response: Response) -> Response:
+    """Say what is left of the sender's rates, as draft-ietf-httpapi-ratelimit-headers-10 defines it."""
+    rates = g.get("rates", ())
+    if rates:
+        policies = [f'"{rate.name}";q={rate.quota};w={rate.window_s}' for rate in rates]
+        response.headers["RateLimit-Policy"] = ", ".join(policies)
+        response.headers["RateLimit"] = ", ".join(f'"{rate.name}";r={rate.left};t={rate.reset_s}' for rate in rates)
+    return response
+
+
 _KEY = optional_headers(
     Idempotency_Key="Names this request: if it is sent again within a day, it returns the same job."
 )
@@ -58,9 +70,10 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
     model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
     """
-    tenant, environ = current_tenant(), request.environ
-    job = submission(body, tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
-    (receipt,) = dispatcher().submit([job], tenant)
+    sender, environ = current_identity(), request.environ
+    job = submission(body, sender.tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
+    (receipt,) = dispatcher().submit([job], sender)
+    g.rates = receipt.rates
     accepted = receipt.accepted
     position, links = position_fields(accepted.state, _position_of(receipt)), _links(accepted.id)
     view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=links)
@@ -79,17 +92,18 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     The body is a JSON array, or one JSON object per line (application/x-ndjson).  A refusal names the `index` of the
     job, counted from 0.  Several requests that name the same `batch` submit one batch.
     """
-    tenant, headers = current_tenant(), request.headers
+    sender, headers = current_identity(), request.headers
     key = check_idempotency_key(headers.get("Idempotency-Key"), _MAX_BATCH_KEY_CHARS)
     traceparent = headers.get("traceparent")
     settings = context().settings
     items = read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
     submissions = [
-        replace(_batch_submission(index, item, tenant, key, traceparent), batch=name)
+        replace(_batch_submission(index, item, sender.tenant, key, traceparent), batch=name)
         for index, item in enumerate(items)
     ]
-    receipts = dispatcher().submit(submissions, tenant)
+    receipts = dispatcher().submit(submissions, sender)
+    g.rates = receipts[0].rates
     jobs = [BatchReceiptItem.build(receipt.accepted, notice=receipt.notice) for receipt in receipts]
     accepted = sum(not receipt.accepted.deduplicated for receipt in receipts)
     stored_name = name if accepted else _find_batch_name(receipts[0])

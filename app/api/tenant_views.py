@@ -3,6 +3,7 @@
 Tenants are added on the command line.  Secrets can be set, and never read.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from app.api.catalog_changes import refresh_redis
@@ -11,6 +12,8 @@ from app.auth.access import current_tenant, scope, visible_name
 from app.context import dispatcher
 from app.schemas import tenant_schemas
 from app.schemas.tenant_schemas import (
+    LimitsBody,
+    LimitsView,
     SecretBody,
     SecretList,
     SecretPath,
@@ -24,11 +27,12 @@ from app.schemas.tenant_schemas import (
 from routing.admission.submission import check_name
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, NotFound
-from slotkeeper.registry.api_keys import ApiKeys
-from slotkeeper.registry.identity import Scope, Tenant
+from slotkeeper.registry.api_keys import ApiKey, ApiKeys
+from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.model_config import INSTALLATION
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.tenant_limits import NO_LIMITS
 from slotkeeper.registry.tenants import Tenants, check_tenant_name
 from slotkeeper.registry.webhook_rotations import SecretRotation
 from tasks import server_adapters
@@ -43,11 +47,10 @@ secrets_api = no_store(blueprint("secrets", "Secrets", "/admin", scope=Scope.OPE
 @api.get("/tenants", responses={200: TenantList})
 def list_tenants() -> dict[str, Any]:
     """List the tenants that were added, and those that are not online."""
-    added, states = _added_tenants(), dispatcher().catalog.refresh().tenants
-    keys = ApiKeys(database()).list_by_tenant(now_ms())
-    names = sorted(added.keys() | states.keys())
-    views = [tenant_schemas.tenant_view(name, added.get(name), states.get(name), keys.get(name, ())) for name in names]
-    return TenantList.build(tenants=views)
+    snapshot, keys = dispatcher().catalog.refresh(), ApiKeys(database()).list_by_tenant(now_ms())
+    added = {tenant.name for tenant in Tenants(database()).list_all()}
+    names = sorted(added | snapshot.tenants.keys())
+    return TenantList.build(tenants=[_view(name, snapshot, keys.get(name, ())) for name in names])
 
 
 @api.patch("/tenants/<path:tenant>", responses={200: TenantView, **problem_responses(400, 404, 409, 413, 415, 422)})
@@ -60,16 +63,27 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
     none of its jobs starts, submits are 409.  Running jobs go on in each case.
     """
     name = check_tenant_name(path.tenant)
-    if body.limits:
-        Tenants(database()).change(name, body.limits)
+    if body.limit_changes:
+        Tenants(database()).change(name, body.limit_changes, now_ms())
     if body.state is not None:
         catalog().set_tenant_state(
             name, body.state, reason=body.reason or "", by=current_tenant().name, now_ms=now_ms()
         )
     snapshot = dispatcher().catalog.refresh()
     refresh_redis(*snapshot.fleets())
-    keys = ApiKeys(database()).list_by_tenant(now_ms()).get(name, ())
-    return tenant_schemas.tenant_view(name, _added_tenants().get(name), snapshot.tenants.get(name), keys)
+    return _view(name, snapshot, ApiKeys(database()).list_by_tenant(now_ms()).get(name, ()))
+
+
+@api.get("/limits", responses={200: LimitsView})
+def get_limits() -> dict[str, Any]:
+    """Show the limits of all tenants that have none of their own."""
+    return LimitsView.build(limits=dispatcher().catalog.refresh().limits.get(INSTALLATION, NO_LIMITS).model_dump())
+
+
+@api.patch("/limits", responses={200: LimitsView, **problem_responses(400, 413, 415, 422)})
+def change_limits(body: LimitsBody) -> dict[str, Any]:
+    """Change the limits of all tenants that have none of their own, within a second everywhere."""
+    return LimitsView.build(limits=Tenants(database()).change(INSTALLATION, body.changes, now_ms()).model_dump())
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})
@@ -97,8 +111,9 @@ def _secret_view(name: str, rotation: SecretRotation) -> dict[str, Any]:
     return tenant_schemas.webhook_secret_view(name, rotation, webhook_secrets(name, rotation, now), now)
 
 
-def _added_tenants() -> dict[str, Tenant]:
-    return {tenant.name: tenant for tenant in Tenants(database()).list_all()}
+def _view(name: str, snapshot: CatalogSnapshot, keys: Sequence[ApiKey]) -> dict[str, Any]:
+    limits = snapshot.limits.get(name, NO_LIMITS)
+    return tenant_schemas.tenant_view(name, snapshot.tenants.get(name), limits, keys)
 
 
 @secrets_api.get("/secrets", responses={200: SecretList})

@@ -1,17 +1,20 @@
 """Commands for tenants, in the database without the API, and for the secrets of inference servers, by the API."""
 
+import re
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.cli.output import acting_locally, api_client, json_option, path_segment, print_json, print_table
+from app.cli.output import acting_locally, api_client, json_option, path_segment, print_fields, print_json, print_table
 from app.cli.state_commands import add_state_commands
 from app.terminal import echo, escape_line
 from slotkeeper.errors import NotFound
 
 if TYPE_CHECKING:
     from slotkeeper.registry.api_keys import NewKey
+    from slotkeeper.registry.tenant_limits import TenantLimits
     from slotkeeper.registry.tenants import Tenants
 
 
@@ -100,21 +103,23 @@ def list_tenants(as_json: bool) -> None:
     from slotkeeper.clock import now_ms
     from slotkeeper.registry.api_keys import ApiKeys
     from slotkeeper.registry.identity import Scope
+    from slotkeeper.registry.tenant_limits import NO_LIMITS
 
     with acting_locally():
         registry = open_tenants()
-        by_name = {tenant.name: tenant for tenant in registry.list_all()}
+        added = {tenant.name for tenant in registry.list_all()}
         keys = ApiKeys(registry.database).list_by_tenant(now_ms())
-        states = _states()
+        states, limits = _read_states_and_limits()
     listed = [
         {
             "name": name,
             "keys": len(keys.get(name, ())),
             "operates": any(Scope.OPERATE in key.scopes for key in keys.get(name, ())),
-            **{field: getattr(by_name.get(name), field, None) for field in ("rate_per_s", "burst")},
+            "rate_per_s": limits.get(name, NO_LIMITS).rate_per_s,
+            "burst": limits.get(name, NO_LIMITS).burst,
             "state": states.get(name, "online"),
         }
-        for name in sorted(by_name.keys() | states.keys())
+        for name in sorted(added | states.keys())
     ]
     if as_json:
         print_json(listed)
@@ -131,22 +136,24 @@ def list_tenants(as_json: bool) -> None:
 @click.argument("name")
 @click.option("--operate", "--admin", is_flag=True, help="Its key may do everything, for all tenants.")
 @click.option("--audit", is_flag=True, help="Its key may also read the audit log.")
-@click.option("--rate", type=click.IntRange(min=1), help="Submits per second.  [default: no limit]")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Submits per second.  [default: no limit]")
 @click.option("--burst", type=click.IntRange(min=1), help="Submits at once, above --rate.")
 @json_option
-def add_tenant(name: str, operate: bool, audit: bool, rate: int | None, burst: int | None, as_json: bool) -> None:
+def add_tenant(name: str, operate: bool, audit: bool, rate: float | None, burst: int | None, as_json: bool) -> None:
     """Add a tenant and print its first key.
 
     The key has the scopes submit, read and manage, unless --operate is given.  It cannot be read again.
     """
     from slotkeeper.clock import now_ms
     from slotkeeper.registry.identity import FIRST_SCOPES, Scope, Tenant
+    from slotkeeper.registry.tenant_limits import TenantLimits
 
     if burst is not None and rate is None:
         raise click.UsageError("--burst needs --rate; give both.")
     scopes = {Scope.OPERATE} if operate else {*FIRST_SCOPES, Scope.AUDIT} if audit else FIRST_SCOPES
     with acting_locally():
-        new = open_tenants().add(Tenant(name, rate, burst), now_ms(), scopes)
+        limits = TenantLimits(rate_per_s=rate, burst=burst)
+        new = open_tenants().add(Tenant(name), now_ms(), scopes, limits=limits)
     print_new_key(name, new, as_json)
 
 
@@ -167,20 +174,79 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 
 
 @tenants.command("change")
-@click.argument("name")
-@click.option("--rate", type=click.IntRange(0, 1_000_000), help="Submits per second; 0: no limit.")
+@click.argument("name", required=False)
+@click.option("--all", "for_all", is_flag=True, help="In place of NAME: all tenants that have no limit of their own.")
+@click.option("--rate", type=click.FloatRange(0, 1_000_000), help="Submits per second; 0: no limit.")
 @click.option("--burst", type=click.IntRange(0, 1_000_000), help="Submits at once; 0: as many as --rate says.")
-def change_tenant(name: str, rate: int | None, burst: int | None) -> None:
+@click.option(
+    "--model-rate",
+    "model_rates",
+    metavar="MODEL=RATE[:BURST]",
+    multiple=True,
+    help="Submits per second for a model; repeat it.  These replace the ones before.",
+)
+@click.option("--model", "models", multiple=True, help="Model whose jobs it may submit; repeat it for several.")
+@click.option("--all-models", is_flag=True, help="It may submit jobs of all models.")
+@click.option("--most-urgent", type=click.IntRange(0, 9), help="Most urgent priority that it may use; 0: any.")
+@click.option("--max-waiting", type=click.IntRange(min=0), help="Jobs that may wait; 0: no limit.")
+@click.option("--max-payload-bytes", type=click.IntRange(min=0), help="Largest payload of a job; 0: no limit.")
+def change_tenant(
+    name: str | None,
+    for_all: bool,
+    model_rates: tuple[str, ...],
+    models: tuple[str, ...],
+    all_models: bool,
+    **numbers: float | None,
+) -> None:
     """Change the limits of a tenant.
 
     The new limits take effect within a second.  The keys and the webhooks of the tenant stay.
     """
-    limits = {field: value or None for field, value in (("rate_per_s", rate), ("burst", burst)) if value is not None}
-    if not limits:
-        raise click.UsageError("Nothing to change; give --rate, --burst or both.")
+    from slotkeeper.clock import now_ms
+    from slotkeeper.registry.tenant_limits import INSTALLATION
+
+    if (name is None) != for_all:
+        raise click.UsageError("Name a tenant, or give --all.")
+    changes: dict[str, Any] = {
+        "rate_per_s" if field == "rate" else field: value or None
+        for field, value in numbers.items()
+        if value is not None
+    }
+    if model_rates:
+        changes["model_rates"] = dict(_parse_model_rate(text) for text in model_rates)
+    if models or all_models:
+        changes["models"] = None if all_models else list(models)
+    if not changes:
+        raise click.UsageError("Nothing to change; give --rate or another limit.")
     with acting_locally():
-        open_tenants().change(name, limits)
-    echo(f"Tenant {escape_line(name)} is changed.")
+        open_tenants().change(INSTALLATION if name is None else name, changes, now_ms())
+    echo("The limits of all tenants are changed." if name is None else f"Tenant {escape_line(name)} is changed.")
+
+
+def _parse_model_rate(text: str) -> tuple[str, dict[str, float]]:
+    """Return the model and the rate of MODEL=RATE[:BURST].  Raises UsageError."""
+    parts = re.fullmatch(r"(.+)=([0-9]*\.?[0-9]+)(?::([0-9]+))?", text)
+    if parts is None:
+        raise click.UsageError(f"--model-rate {text!r} is not MODEL=RATE or MODEL=RATE:BURST, such as zimg=5:20.")
+    return parts[1], {"rate_per_s": float(parts[2])} | ({"burst": int(parts[3])} if parts[3] else {})
+
+
+@tenants.command("show")
+@click.argument("name")
+@json_option
+def show_tenant(name: str, as_json: bool) -> None:
+    """Show the state of a tenant and the limits that apply to it."""
+    from tasks.services import catalog
+
+    with acting_locally():
+        open_tenants()
+        snapshot = catalog().read()
+    state = snapshot.tenants[name].state if name in snapshot.tenants else "online"
+    limits = snapshot.limits_of(name).model_dump(exclude_defaults=True)
+    if as_json:
+        print_json({"tenant": name, "state": state, "limits": limits})
+        return
+    print_fields({"tenant": name, "state": state, **(limits or {"limits": "none"})})
 
 
 @tenants.command("remove")
@@ -217,11 +283,12 @@ def _format_holdings(name: str) -> str:
     return f"jobs that have not ended: {jobs}; webhooks: {holdings.webhooks}"
 
 
-def _states() -> dict[str, str]:
-    """Return the state of each tenant that is not online."""
+def _read_states_and_limits() -> "tuple[dict[str, str], Mapping[str, TenantLimits]]":
+    """Return the state of each tenant that is not online, and the limits of each tenant that has some."""
     from tasks.services import catalog
 
-    return {name: tenant.state for name, tenant in catalog().read().tenants.items()}
+    snapshot = catalog().read()
+    return {name: tenant.state for name, tenant in snapshot.tenants.items()}, snapshot.limits
 
 
 def open_tenants() -> "Tenants":

@@ -19,8 +19,9 @@ from app.schemas.base import (
     iso_time,
 )
 from slotkeeper.registry.api_keys import ApiKey
-from slotkeeper.registry.identity import Scope, Tenant, format_scopes
+from slotkeeper.registry.identity import Scope, format_scopes
 from slotkeeper.registry.server_descriptions import Secret
+from slotkeeper.registry.tenant_limits import MAX_PER_S, RateLimit, TenantLimits
 from slotkeeper.registry.tenants import MAX_NAME_LENGTH, PRINTABLE_PATTERN
 from slotkeeper.registry.values import AdminState, TenantState
 from slotkeeper.registry.webhook_rotations import SecretRotation
@@ -69,22 +70,50 @@ class SecretList(ResponseSchema):
     secrets: list[SecretView]
 
 
+_RATE: Any = Field(None, gt=0, le=MAX_PER_S, description="Jobs that may be submitted per second; null: no limit.")
+_BURST: Any = Field(None, ge=1, le=MAX_PER_S, description="Jobs that may be submitted at once; it goes with a rate.")
+
+
+class LimitsBody(BodySchema):
+    """Limits of a tenant, or of all tenants that have none of their own.
+
+    Omitted fields are not changed; null: the field has no value any more.
+    """
+
+    rate_per_s: float | None = _RATE
+    burst: int | None = _BURST
+    model_rates: dict[_Named, RateLimit] | None = Field(
+        None, max_length=1000, description="Further rates, each of the jobs of one model."
+    )
+    models: list[_Named] | None = Field(
+        None, max_length=1000, description="Models whose jobs may be submitted; null: all."
+    )
+    most_urgent: int | None = Field(
+        None, ge=1, le=9, description="The most urgent priority that may be used; 1 is the most urgent of all."
+    )
+    max_waiting: int | None = Field(None, ge=1, description="Jobs that may wait, of all models together.")
+    max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields in the body, by name."""
+        return self.model_dump(exclude_unset=True)
+
+
 class TenantBody(BodySchema):
     """The new state of a tenant, and its limits.  Omitted fields are not changed."""
 
     state: AdminStateName | None = None
     reason: str | None = _REASON
-    rate_per_s: int | None = Field(
-        None, ge=1, le=1_000_000, description="Jobs that may be submitted per second; null: no limit."
-    )
-    burst: int | None = Field(
-        None, ge=1, le=1_000_000, description="Jobs that may be submitted at once; requires a rate."
-    )
+    rate_per_s: float | None = _RATE
+    burst: int | None = _BURST
+    limits: LimitsBody | None = None
 
     @property
-    def limits(self) -> dict[str, int | None]:
-        """The limits in the body, by name."""
-        return {name: getattr(self, name) for name in ("rate_per_s", "burst") if name in self.model_fields_set}
+    def limit_changes(self) -> dict[str, Any]:
+        """The limits in the body, by name; a rate and a burst may stand beside `limits`."""
+        beside = self.model_dump(include={"rate_per_s", "burst"}, exclude_unset=True)
+        return beside | ({} if self.limits is None else self.limits.changes)
 
 
 class TenantPath(Schema):
@@ -95,10 +124,26 @@ class TenantView(StateView, source=TenantState):
     tenant: Annotated[str, From("name")]
     keys: Annotated[int, PROVIDED] = Field(description="How many valid keys it has.")
     operates: Annotated[bool, PROVIDED] = Field(description="Whether one of them has the scope `operate`.")
-    rate_per_s: Annotated[int | None, PROVIDED] = Field(
+    rate_per_s: Annotated[float | None, PROVIDED] = Field(
         description="Jobs that may be submitted per second; null: no limit."
     )
     burst: Annotated[int | None, PROVIDED]
+    limits: Annotated[TenantLimits, PROVIDED] = Field(description="Its own limits.")
+
+
+class OwnTenantView(ResponseSchema):
+    """A tenant as its own keys see it."""
+
+    tenant: str
+    state: str = Field(description="`paused`, `draining` and `frozen`: an operator keeps its jobs back.")
+    scopes: list[str] = Field(description="What the key of this request may be used for.")
+    limits: TenantLimits = Field(description="The limits that apply, with those of the installation.")
+
+
+class LimitsView(ResponseSchema):
+    """The limits of all tenants that have none of their own."""
+
+    limits: TenantLimits
 
 
 class KeyPath(TenantPath):
@@ -122,6 +167,8 @@ class KeyBody(BodySchema):
     expires_in_s: int | None = Field(
         None, ge=1, le=3650 * 86_400, description="After how many seconds it ends; null: when it is revoked."
     )
+    rate_per_s: float | None = _RATE
+    burst: int | None = _BURST
 
 
 class KeyChangeBody(BodySchema):
@@ -151,6 +198,10 @@ class KeyView(ResponseSchema, source=ApiKey):
     expires_at: Time | None
     revoked_at: Time | None
     last_used_at: Time | None = Field(description="A minute late at most; null: never.")
+    rate_per_s: Annotated[float | None, From(lambda key: key.rate.rate_per_s)] = Field(
+        description="Jobs that may be submitted per second with this key; null: no limit."
+    )
+    burst: Annotated[int | None, From(lambda key: key.rate.burst)]
 
 
 class NewKeyView(KeyView):
@@ -180,14 +231,15 @@ class WebhookSecretView(ResponseSchema):
     )
 
 
-def tenant_view(name: str, tenant: Tenant | None, state: TenantState | None, keys: Sequence[ApiKey]) -> dict[str, Any]:
-    """Return TenantView.  `tenant` None: it was not added.  `state` None: it is online.  `keys`: the valid ones."""
+def tenant_view(name: str, state: TenantState | None, limits: TenantLimits, keys: Sequence[ApiKey]) -> dict[str, Any]:
+    """Return TenantView.  `state` None: it is online.  `limits`: its own.  `keys`: those that are valid."""
     return TenantView.build(
         state or TenantState(name, AdminState.ONLINE),
         keys=len(keys),
         operates=any(Scope.OPERATE in key.scopes for key in keys),
-        rate_per_s=tenant and tenant.rate_per_s,
-        burst=tenant and tenant.burst,
+        rate_per_s=limits.rate_per_s,
+        burst=limits.burst,
+        limits=limits.model_dump(),
     )
 
 

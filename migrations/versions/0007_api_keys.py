@@ -31,6 +31,7 @@ def upgrade() -> None:
         sa.Column("hash", sa.Text, nullable=False),
         sa.Column("scopes", sa.Text, nullable=False),
         sa.Column("name", sa.Text, nullable=False, server_default=sa.text("''")),
+        sa.Column("limits", sa.Text, nullable=False, server_default="{}"),
         sa.Column("created_ms", sa.BigInteger, nullable=False),
         sa.Column("created_by", sa.Text),
         sa.Column("expires_ms", sa.BigInteger),

@@ -6,12 +6,20 @@ import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.admission import submit_limits
-from routing.admission.submit_limits import AdmissionRequest, Limit, LimitContext, LimitScripts, Phase, RedisCheck
+from routing.admission.submit_limits import (
+    AdmissionRequest,
+    Limit,
+    LimitContext,
+    LimitScripts,
+    LimitStatus,
+    Phase,
+    RedisCheck,
+)
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.values import NewJob
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
@@ -34,23 +42,27 @@ class Admission:
         self._settings = settings
         queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
-    def check(self, new: Sequence[NewJob], tenant: Tenant | None, catalog: CatalogSnapshot, now_ms: int) -> None:
+    def check(
+        self, new: Sequence[NewJob], sender: Identity | None, catalog: CatalogSnapshot, now_ms: int
+    ) -> list[LimitStatus]:
         """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
+
+        Returns what is left of the sender's rates.
 
         Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
         job could never be accepted as it is.
         """
-        request = AdmissionRequest(new, tenant, now_ms)
+        request = AdmissionRequest(new, sender, now_ms)
         context = LimitContext(catalog, self._queues, self._settings)
         self._run_phase(request, context, Phase.LOCAL)
-        if self._queues.is_unavailable():
-            return
-        try:
-            self._run_phase(request, context, Phase.READ)
-            self._run_phase(request, context, Phase.COUNT)
-        except RedisError as error:
-            self._queues.mark_unavailable()
-            log.warning("limits_not_checked", error=str(error))
+        if not self._queues.is_unavailable():
+            try:
+                self._run_phase(request, context, Phase.READ)
+                self._run_phase(request, context, Phase.COUNT)
+            except RedisError as error:
+                self._queues.mark_unavailable()
+                log.warning("limits_not_checked", error=str(error))
+        return request.statuses
 
     def _run_phase(self, request: AdmissionRequest, context: LimitContext, phase: Phase) -> None:
         """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""
@@ -63,7 +75,9 @@ class Admission:
             limit, check = checks[n]
             try:
                 check.judge(result)
-            except REFUSALS:
+            except REFUSALS as error:
+                if isinstance(error, TooManyRequests):
+                    error.rates = tuple(request.statuses)
                 self._on_refusal(limit.name, len(request.jobs))
                 raise
         if refused is not None:

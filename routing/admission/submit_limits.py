@@ -8,7 +8,7 @@ each with a function that judges its result, so that the commands of all limits 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
@@ -20,12 +20,13 @@ from routing.queue import lanes
 from routing.queue.queues import JobStatus, ModelStatus, Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.closed_models import ModelClosed
-from slotkeeper.jobs.values import NewJob, QueuedJob
+from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT, NewJob, QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
+from slotkeeper.registry.tenant_limits import NO_LIMITS, RateLimit, TenantLimits
 from slotkeeper.registry.values import CLOSED_STATES
 
 T = TypeVar("T")
@@ -45,13 +46,27 @@ class Phase(Enum):
     """It counts the submit, so it runs when no other limit refuses."""
 
 
+class LimitStatus(NamedTuple):
+    """What is left of a rate after a submit: `left` of `quota` in `window_s`, and all of it after `reset_s`."""
+
+    name: str
+    quota: int
+    window_s: int
+    left: int
+    reset_s: int
+
+
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """Jobs that are accepted all or none.  `tenant`: who submits them, if known; the jobs may belong to others."""
+    """Jobs that are accepted all or none.  `sender`: who submits them, if known; the jobs may belong to others.
+
+    statuses: filled with what is left of each rate.
+    """
 
     jobs: Sequence[NewJob]
-    tenant: Tenant | None
+    sender: Identity | None
     now_ms: int
+    statuses: list[LimitStatus] = field(default_factory=list)
 
     @cached_property
     def by_account(self) -> dict[tuple[str, str], list[NewJob]]:
@@ -69,10 +84,27 @@ class ConstraintCounts(NamedTuple):
     all_tenants: int
 
 
+class RateBucket(NamedTuple):
+    """A rate that counts a submit.  name: tenant, key:<id> or model:<name>."""
+
+    name: str
+    jobs: int
+    interval_ms: float
+    burst: int
+
+
+class RateAnswer(NamedTuple):
+    """What one rate says: the time to wait in ms, or 0, and how many jobs are left."""
+
+    wait_ms: int
+    left: int
+
+
 class LimitScripts(Protocol):
     """The scripts of this module."""
 
-    def rate_limit(self, key: str, *, count: int, interval_ms: float, burst: int) -> Command[int]: ...
+    def rate_limit(self, key: str, *, buckets: Sequence[RateBucket]) -> Command[list[RateAnswer]]: ...
+    def tenant_waiting(self, fleet: str, *, accounts: Sequence[str]) -> Command[int]: ...
     def count_constraints(
         self, fleet: str, *, account: str, models: Sequence[str], classes: Sequence[str]
     ) -> Command[ConstraintCounts]: ...
@@ -86,10 +118,14 @@ class LimitContext:
         self._scripts: Scripts = queues.scripts
         self._lua: LimitScripts = queues.scripts.bind(LimitScripts)
 
-    def rate_limit_command(self, tenant: str, count: int, interval_ms: float, burst: int) -> Command[int]:
-        """Return the command that counts a tenant's submits; its result is the time to wait in ms, or 0."""
-        key = self._scripts.keys.rate(tenant)
-        return self._lua.rate_limit(key, count=count, interval_ms=interval_ms, burst=burst)
+    def rate_limit_command(self, tenant: str, buckets: Sequence[RateBucket]) -> Command[list[RateAnswer]]:
+        """Return the command that counts a submit of a tenant in all of these rates, or, if one refuses, in none."""
+        return self._lua.rate_limit(self._scripts.keys.rate(tenant), buckets=buckets)
+
+    def tenant_waiting_command(self, fleet: str, tenant: str) -> Command[int]:
+        """Return the command that counts the tenant's jobs that wait in a fleet."""
+        accounts = [lanes.account_name(tenant, model) for model in self.catalog.models_of(fleet)]
+        return self._lua.tenant_waiting(fleet, accounts=accounts)
 
     def count_constraints_command(
         self, fleet: str, model: str, tenant: str, wanted: Iterable[str]
@@ -137,6 +173,33 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
     return ()
 
 
+# -- what the tenant may submit ------------------------------------------------------------------------------------
+
+
+def check_allowed(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
+    """Refuse jobs of a model, a priority or a size that their tenant may not submit."""
+    for index, job in enumerate(request.jobs):
+        limits = context.catalog.limits_of(job.tenant)
+        if limits is not NO_LIMITS:
+            with error_index(index):
+                _check_job(job, limits)
+    return ()
+
+
+def _check_job(job: NewJob, limits: TenantLimits) -> None:
+    ask = "ask the operator for more"
+    if limits.models is not None and job.model not in limits.models:
+        models = ", ".join(limits.models) or "none"
+        raise InvalidJob("model", f"Tenant {job.tenant!r} may submit jobs of these models: {models}; {ask}.")
+    if limits.most_urgent is not None and job.priority < limits.most_urgent:
+        allowed = f"{limits.most_urgent} to {PRIORITY_LEAST_URGENT}"
+        detail = f"Tenant {job.tenant!r} may use priorities {allowed}; {ask}, or send {limits.most_urgent}."
+        raise InvalidJob("priority", detail)
+    if limits.max_payload_bytes is not None and len(job.payload.encode()) > limits.max_payload_bytes:
+        detail = f"Payloads of tenant {job.tenant!r} may have {limits.max_payload_bytes} bytes; {ask}, or send less."
+        raise InvalidJob("payload", detail)
+
+
 # -- the model and the tenant accept jobs --------------------------------------------------------------------------
 
 
@@ -174,6 +237,37 @@ def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable
         limit = queue_limit(model.config, slots)
         if limit is not None:
             yield _capacity_check(context, model, whose, count, limit, slots)
+
+
+def check_tenant_waiting(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[int]]:
+    """Limit how many jobs of a tenant wait, of all models together."""
+    counts = Counter(job.tenant for job in request.jobs)
+    for tenant, count in counts.items():
+        limit = context.catalog.limits_of(tenant).max_waiting
+        if limit is not None:
+            yield from _tenant_waiting_checks(context, tenant, count, limit)
+
+
+def _tenant_waiting_checks(context: LimitContext, tenant: str, count: int, limit: int) -> Iterable[RedisCheck[int]]:
+    if count > limit:  # It would never fit.
+        detail = f"{count} jobs at once exceed the limit of tenant {tenant!r}, of which {limit} may wait; split them."
+        raise InvalidJob("jobs", detail)
+    total = 0
+
+    def judge(waiting: int) -> None:
+        nonlocal total
+        total += waiting
+        if total + count > limit:
+            raise TooManyRequests(
+                f"{total} jobs of tenant {tenant!r} wait, and {limit} may; try again when some have started.",
+                _RETRY_UNKNOWN_S,
+                tenant=tenant,
+                waiting=total,
+            )
+
+    for fleet in context.catalog.fleets():
+        if context.catalog.models_of(fleet):
+            yield RedisCheck(fleet, context.tenant_waiting_command(fleet, tenant), judge)
 
 
 def queue_limit(config: ModelConfig, slots: int) -> int | None:
@@ -310,32 +404,62 @@ def _deadline_check(
 # -- requests per second -------------------------------------------------------------------------------------------
 
 
-def check_rate(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[int]]:
-    """Limit how many jobs a tenant submits a second, and how many at once."""
-    tenant = request.tenant
-    if tenant is not None and tenant.rate_per_s:
-        yield _rate_check(context, tenant, tenant.rate_per_s, len(request.jobs))
+def check_rate(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[list[RateAnswer]]]:
+    """Limit how many jobs a tenant submits a second, and how many at once: in all, of a model, and with a key."""
+    sender = request.sender
+    if sender is None:
+        return
+    limits, whose = context.catalog.limits_of(sender.tenant.name), f"Tenant {sender.tenant.name!r}"
+    rates: list[tuple[str, str, RateLimit, int]] = []  # name, sentence, rate, how many jobs it counts
+    if limits.rate_per_s:
+        rates.append(("tenant", f"{whose} may submit", limits, len(request.jobs)))
+    if sender.key_rate.rate_per_s:
+        sentence = f"With key {sender.key_id}, tenant {sender.tenant.name!r} may submit"
+        rates.append((f"key:{sender.key_id}", sentence, sender.key_rate, len(request.jobs)))
+    if limits.model_rates:
+        for model, count in Counter(job.model for job in request.jobs).items():
+            if (rate := limits.model_rates.get(model)) is not None and rate.rate_per_s:
+                rates.append((f"model:{model}", f"{whose} may submit for model {model!r}", rate, count))
+    if rates:
+        yield _rate_check(request, context, sender.tenant.name, rates)
 
 
-def _rate_check(context: LimitContext, tenant: Tenant, rate_per_s: int, count: int) -> RedisCheck[int]:
-    burst = max(tenant.burst or rate_per_s, 1)
-    if count > burst:  # It would never fit.
-        raise InvalidJob("jobs", f"Tenant {tenant.name!r} may submit {burst} at once, not {count}; split them.")
+def _rate_check(
+    request: AdmissionRequest, context: LimitContext, tenant: str, rates: list[tuple[str, str, RateLimit, int]]
+) -> RedisCheck[list[RateAnswer]]:
+    buckets = []
+    for name, sentence, rate, count in rates:
+        if count > rate.at_once:  # It would never fit.
+            raise InvalidJob("jobs", f"{sentence} {rate.at_once} at once, not {count}; split them.")
+        buckets.append(RateBucket(name, count, 1000 / (rate.rate_per_s or 1), rate.at_once))
 
-    def judge(wait_ms: int) -> None:
-        if wait_ms:
+    def judge(answers: list[RateAnswer]) -> None:
+        for bucket, answer in zip(buckets, answers, strict=True):
+            request.statuses.append(_rate_status(bucket, answer))
+        slowest = max(range(len(answers)), key=lambda n: answers[n].wait_ms)
+        if answers[slowest].wait_ms:
+            _, sentence, rate, _ = rates[slowest]
             raise TooManyRequests(
-                f"Tenant {tenant.name!r} may submit {rate_per_s} jobs a second, {burst} at once; slow down.",
-                retry_after_s=wait_ms / 1000,
-                tenant=tenant.name,
+                f"{sentence} {rate.rate_per_s:g} jobs a second, {rate.at_once} at once; slow down.",
+                retry_after_s=answers[slowest].wait_ms / 1000,
+                tenant=tenant,
+                limit=buckets[slowest].name,
             )
 
-    return RedisCheck(None, context.rate_limit_command(tenant.name, count, 1000 / rate_per_s, burst), judge)
+    return RedisCheck(None, context.rate_limit_command(tenant, buckets), judge)
+
+
+def _rate_status(bucket: RateBucket, answer: RateAnswer) -> LimitStatus:
+    spent_ms = (bucket.burst - answer.left) * bucket.interval_ms
+    window_s = max(math.ceil(bucket.burst * bucket.interval_ms / 1000), 1)
+    return LimitStatus(bucket.name.partition(":")[0], bucket.burst, window_s, answer.left, math.ceil(spent_ms / 1000))
 
 
 LIMITS: tuple[Limit, ...] = (
+    Limit("allowed", Phase.LOCAL, check_allowed),
     Limit("placed", Phase.LOCAL, check_servers),
     Limit("state", Phase.LOCAL, check_states),
+    Limit("waiting", Phase.READ, check_tenant_waiting),
     Limit("capacity", Phase.READ, check_capacity),
     Limit("variety", Phase.READ, check_constraints),
     Limit("deadline", Phase.READ, check_deadlines),

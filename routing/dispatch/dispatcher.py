@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 from routing.admission import constraints
 from routing.admission.admission import REFUSALS, Admission
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
-from routing.admission.submit_limits import has_eligible_server
+from routing.admission.submit_limits import LimitStatus, has_eligible_server
 from routing.config import RoutingSettings
 from routing.dispatch.postponed_jobs import PostponedJobs
 from routing.queue.fleets import Fleets
@@ -33,7 +33,7 @@ from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 log = structlog.get_logger(__name__)
@@ -59,13 +59,14 @@ class Notifier(Protocol):
 class Receipt(NamedTuple):
     """Result of a submit.  `job`: as the queue has it; `notice`: what its client should know.
 
-    `position`: None: it was not asked for, or Redis has not answered.
+    `position`: None: it was not asked for, or Redis has not answered.  `rates`: what is left of those of the sender.
     """
 
     accepted: AcceptedJob
     job: QueuedJob
     notice: str | None = None
     position: Position | None = None
+    rates: Sequence[LimitStatus] = ()
 
 
 class BatchCancellation(NamedTuple):
@@ -113,7 +114,7 @@ class Dispatcher:
 
     # -- submit ----------------------------------------------------------------------------------------------
 
-    def submit(self, submissions: Sequence[Submission], tenant: Tenant | None = None) -> list[Receipt]:
+    def submit(self, submissions: Sequence[Submission], sender: Identity | None = None) -> list[Receipt]:
         """Accept jobs, all or none, and return a receipt for each once they are stored.
 
         Redis is called after the commit; if it does not answer, the sweep enqueues the jobs later.  The receipt of a
@@ -124,9 +125,9 @@ class Dispatcher:
         `DatabaseTimeouts.request_s`.
         """
         with time_limit(self.store.database.limits.request_s):
-            return self._submit(submissions, tenant)
+            return self._submit(submissions, sender)
 
-    def _submit(self, submissions: Sequence[Submission], tenant: Tenant | None) -> list[Receipt]:
+    def _submit(self, submissions: Sequence[Submission], sender: Identity | None) -> list[Receipt]:
         catalog = self.catalog.get()  # This also synchronizes the clock.
         if any(catalog.model(submission.request.model) is None for submission in submissions):
             catalog = self.catalog.refresh()  # One may just have been registered.
@@ -136,25 +137,28 @@ class Dispatcher:
             with error_index(index):
                 model = catalog.resolve(submission.request.model)
                 new.append(prepare_job(submission, model, self._check_url, now))
-        notices = self._admit(new, tenant, catalog, now)
+        notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
         receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
         entering = [receipt.job for receipt in receipts if receipt.accepted.enters_queue]
         positions = self.enqueue(entering, new=True)
-        return [receipt._replace(position=positions.get(receipt.accepted.id)) for receipt in receipts]
+        return [receipt._replace(position=positions.get(receipt.accepted.id), rates=rates) for receipt in receipts]
 
     def _admit(
-        self, new: Sequence[NewJob], tenant: Tenant | None, catalog: CatalogSnapshot, now_ms: int
-    ) -> list[str | None]:
-        """Return what the client of each job should know.  Raises as `submit`, unless all were accepted before."""
+        self, new: Sequence[NewJob], sender: Identity | None, catalog: CatalogSnapshot, now_ms: int
+    ) -> tuple[list[str | None], list[LimitStatus]]:
+        """Return what the client of each job should know, and what is left of the sender's rates.
+
+        Raises as `submit`, unless all were accepted before.
+        """
         try:
-            self.admission.check(new, tenant, catalog, now_ms)
+            rates = self.admission.check(new, sender, catalog, now_ms)
         except REFUSALS:
             if not self.store.knows_keys(new, now_ms):
                 raise
-            return [None] * len(new)
-        return [_make_notice(job, catalog) for job in new]
+            return [None] * len(new), []
+        return [_make_notice(job, catalog) for job in new], rates
 
     def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None

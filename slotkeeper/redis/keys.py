@@ -100,7 +100,7 @@ class Keys:
         return f"{self._prefix}:{QUEUE_FORMAT}:{tag}:*"
 
     def rate(self, tenant: str) -> str:
-        """string: when the tenant's next submit is due by its rate, ms."""
+        """hash: name of a rate of the tenant -> when the next submit is due by it, ms."""
         return f"{self._prefix}:rate:{tenant}"
 
     def events(self) -> str:

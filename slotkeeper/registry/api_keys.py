@@ -23,6 +23,7 @@ from slotkeeper.db.schema import KEYS_VERSION, add_to_counter, counters
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.registry.identity import Identity, Scope, Tenant, format_scopes
 from slotkeeper.registry.tables import api_keys, tenants
+from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit, decode_rate
 
 Row: TypeAlias = Any
 
@@ -55,6 +56,7 @@ class ApiKey:
     expires_ms: int | None
     revoked_ms: int | None
     last_used_ms: int | None
+    rate: RateLimit
 
     def is_valid(self, now_ms: int) -> bool:
         return self.revoked_ms is None and (self.expires_ms is None or now_ms < self.expires_ms)
@@ -108,11 +110,11 @@ class ApiKeys:
         query = select(api_keys).where(_is_valid(now_ms))
         with self.database.read() as connection:
             version = connection.execute(_SELECT_VERSION).scalar() or 0
-            by_name = {row.name: Tenant(row.name, row.rate_per_s, row.burst) for row in connection.execute(_TENANTS)}
+            names = set(connection.execute(select(tenants.c.name)).scalars())
             found = {}
             for row in connection.execute(query):
-                if row.tenant in by_name:
-                    identity = Identity(by_name[row.tenant], row.id, _scopes_of(row))
+                if row.tenant in names:
+                    identity = Identity(Tenant(row.tenant), row.id, _scopes_of(row), decode_rate(row.limits))
                     found[row.hash] = ValidKey(identity, row.expires_ms)
         return version, found
 
@@ -149,6 +151,7 @@ class ApiKeys:
         name: str = "",
         by: str | None = None,
         expires_ms: int | None = None,
+        rate: RateLimit = NO_RATE,
     ) -> NewKey:
         """Make a key.  Raises NotFound: there is no such tenant; Conflict: it has too many; InvalidRequest."""
         new = make_key()
@@ -161,7 +164,7 @@ class ApiKeys:
             scopes=format_scopes(scopes),
             expires_ms=expires_ms,
         )
-        row = key_row(new, tenant, scopes, now_ms, name, by, expires_ms)
+        row = key_row(new, tenant, scopes, now_ms, name, by, expires_ms, rate)
 
         def unit(tx: Transaction) -> bool:
             raise_version(tx)
@@ -180,7 +183,7 @@ class ApiKeys:
     def change(
         self, tenant: str, key_id: str, changes: Mapping[str, Any], now_ms: int, *, keeps_an_operator: bool = False
     ) -> ApiKey:
-        """Change `name`, `scopes` or `expires_ms` of a key.
+        """Change `name`, `scopes`, `expires_ms` or `rate` of a key.
 
         keeps_an_operator: as of `revoke`.  Raises NotFound, InvalidRequest; Conflict for the last operator.
         """
@@ -189,6 +192,8 @@ class ApiKeys:
             check_key_name(values["name"])
         if "scopes" in values:
             values["scopes"] = format_scopes(values["scopes"])
+        if "rate" in values:
+            values["limits"] = values.pop("rate").encode()
         statement = update(api_keys).where(_is_key(tenant, key_id)).values(**values).returning(api_keys)
 
         def unit(tx: Transaction) -> Row:
@@ -206,7 +211,7 @@ class ApiKeys:
         return _api_key(row)
 
     def rotate(self, tenant: str, key_id: str, overlap_ms: int, *, now_ms: int, by: str | None = None) -> NewKey:
-        """Make a key with the name and scopes of another, which is valid for `overlap_ms` longer.
+        """Make a key with the name, scopes and rate of another, which is valid for `overlap_ms` longer.
 
         Raises NotFound; Conflict: the key is not valid any more.
         """
@@ -227,7 +232,8 @@ class ApiKeys:
             tx.connection.execute(update(api_keys).where(_is_key(tenant, key_id)).values(expires_ms=expires_ms))
             _forget_for_release_before(tx, row.hash, key_id)
             tx.connection.execute(
-                insert(api_keys), key_row(new, tenant, former.scopes, now_ms, former.name, by, former.expires_ms)
+                insert(api_keys),
+                key_row(new, tenant, former.scopes, now_ms, former.name, by, former.expires_ms, former.rate),
             )
             return True
 
@@ -276,6 +282,7 @@ def key_row(
     name: str = "",
     by: str | None = None,
     expires_ms: int | None = None,
+    rate: RateLimit = NO_RATE,
 ) -> dict[str, Any]:
     """Return the row of a new key.  Raises InvalidRequest for its name."""
     return {
@@ -287,6 +294,7 @@ def key_row(
         "created_ms": now_ms,
         "created_by": by,
         "expires_ms": expires_ms,
+        "limits": rate.encode(),
     }
 
 
@@ -306,9 +314,6 @@ def delete_of_tenant(tx: Transaction, tenant: str) -> None:
 def hash_of_no_key(key_id: str) -> str:
     """Return what stands in the tenant's column for the one key of the release before, if it has none: no hash."""
     return f"-{key_id}"
-
-
-_TENANTS = select(tenants.c.name, tenants.c.rate_per_s, tenants.c.burst)
 
 
 def _is_key(tenant: str, key_id: str) -> ColumnElement[bool]:
@@ -360,6 +365,7 @@ def _api_key(row: Row) -> ApiKey:
         row.expires_ms,
         row.revoked_ms,
         row.last_used_ms,
+        decode_rate(row.limits),
     )
 
 

@@ -41,7 +41,8 @@ from slotkeeper.registry.model_config import AllDefaults, Defaults, ModelConfig
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
-from slotkeeper.registry.tables import endpoints, models, servers, tenant_states
+from slotkeeper.registry.tables import endpoints, models, servers, tenant_states, tenants
+from slotkeeper.registry.tenant_limits import TenantLimits, decode_limits
 from slotkeeper.registry.values import AdminState, Server, TenantState
 from slotkeeper.urls import mask_url
 
@@ -110,6 +111,7 @@ class Catalog:
                 closed_models.list_closed(connection),
                 known,
                 edition.mark,
+                _read_limits(connection),
             )
 
     def read_after(self, former: CatalogSnapshot) -> CatalogSnapshot:
@@ -134,6 +136,7 @@ class Catalog:
             found["servers"] = _with_changes(former.servers, of_servers, _read_servers(connection, of_servers))
         if of_tenants := names[Part.TENANT]:
             found["tenants"] = _with_changes(former.tenants, of_tenants, _read_tenants(connection, of_tenants))
+            found["limits"] = _with_changes(former.limits, of_tenants, _read_limits(connection, of_tenants))
         if names[Part.SECRETS]:
             found["secrets"] = server_descriptions.list_secrets(connection)
         return replace(former, **found)
@@ -492,6 +495,12 @@ def _read_servers(connection: Connection, names: Collection[str] | None = None) 
 def _read_tenants(connection: Connection, names: Collection[str] | None = None) -> dict[str, TenantState]:
     rows = connection.execute(select(tenant_states).where(_is_one_of(tenant_states.c.name, names)))
     return {row.name: TenantState(**row._mapping) for row in rows}
+
+
+def _read_limits(connection: Connection, names: Collection[str] | None = None) -> dict[str, TenantLimits]:
+    of_names = _is_one_of(tenants.c.name, names)
+    rows = connection.execute(select(tenants.c.name, tenants.c.limits).where(of_names, tenants.c.limits != "{}"))
+    return {row.name: decode_limits(row.limits) for row in rows}
 
 
 def _server(row: Row, served: Sequence[Row]) -> Server:

@@ -28,7 +28,7 @@ class Part(StrEnum):
 
     MODEL = "model"  # with what is known of its name if it was removed
     SERVER = "server"  # with its endpoints
-    TENANT = "tenant"
+    TENANT = "tenant"  # its state and its limits
     SECRETS = "secrets"
     DEFAULTS = "defaults"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from slotkeeper.errors import InvalidRequest
+from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 
 
 class Scope(StrEnum):
@@ -24,20 +25,22 @@ FIRST_SCOPES = frozenset({Scope.SUBMIT, Scope.READ, Scope.MANAGE})
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant.  rate_per_s, burst: submits per second and at once; None: no limit."""
+    """A tenant.  Its limits are in the catalog, since they change while its key is in use."""
 
     name: str
-    rate_per_s: int | None = None
-    burst: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A tenant, and what one of its keys may be used for.  key_id: None: no key was needed."""
+    """A tenant, and what one of its keys may be used for.
+
+    key_id: None: no key was needed.  key_rate: what may be submitted with this key.
+    """
 
     tenant: Tenant
     key_id: str | None
     scopes: frozenset[Scope]
+    key_rate: RateLimit = NO_RATE
 
     @property
     def operates(self) -> bool:

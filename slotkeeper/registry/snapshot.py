@@ -11,8 +11,10 @@ from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs.closed_models import ClosedModel
 from slotkeeper.registry.model_config import ConfigSource, Defaults, ModelConfig
 from slotkeeper.registry.server_descriptions import Secret, find_version
+from slotkeeper.registry.tenant_limits import INSTALLATION, NO_LIMITS, TenantLimits, resolve_limits
 from slotkeeper.registry.values import AdminState, Server, TenantState
 
+_MAX_RESOLVED = 10_000
 _SIMILAR_LENGTH, _MAX_COMPARED = 3, 200  # A comparison takes up to 0.1 ms, and any client may mistype.
 
 
@@ -43,7 +45,8 @@ class CatalogSnapshot:
 
     tenants: only those that are not online.  closed: names under which no jobs are accepted.
     database_id: identifies the database, so that a new one is not taken for the one before.
-    defaults: of the installation and of each kind of models.  mark: see catalog_changes.Edition.
+    defaults: of the installation and of each kind of models.  mark: see catalog_changes.Edition.  limits: of tenants
+    that have some, and of INSTALLATION.
     """
 
     version: int
@@ -55,6 +58,7 @@ class CatalogSnapshot:
     closed: Mapping[str, ClosedModel] = field(default_factory=dict)
     defaults: Mapping[str, Defaults] = field(default_factory=dict)
     mark: str | None = None
+    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})
@@ -78,6 +82,22 @@ class CatalogSnapshot:
         for name in sorted(self.servers):
             found[self.servers[name].fleet].append(self.servers[name])
         return found
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Return the limits that apply to a tenant."""
+        if not self.limits:
+            return NO_LIMITS
+        if tenant not in self._resolved_limits:
+            known = self.limits
+            resolved = resolve_limits(known.get(tenant, NO_LIMITS), known.get(INSTALLATION, NO_LIMITS))
+            if len(self._resolved_limits) >= _MAX_RESOLVED:
+                self._resolved_limits.clear()
+            self._resolved_limits[tenant] = resolved
+        return self._resolved_limits[tenant]
+
+    @cached_property
+    def _resolved_limits(self) -> dict[str, TenantLimits]:
+        return {}
 
     def has_pair(self, server: str, model: str) -> bool:
         return server in self.servers and model in self.models

@@ -103,8 +103,8 @@ secrets = Table(
     Column("set_ms", BigInteger, nullable=False),
 )
 
-# Columns from key_hash to rights, and former_hash, are for processes of the release before; its keys are in api_keys,
-# too.  The migration of the next release drops them.
+# Columns from key_hash to burst, and former_hash, are for processes of the release before; what they say is in api_keys
+# and in `limits`, too.  The migration of the next release drops them.
 tenants = Table(
     "tenants",
     metadata,
@@ -114,6 +114,7 @@ tenants = Table(
     Column("rights", Text, nullable=False, server_default=EMPTY_TEXT),  # words separated by blanks
     Column("rate_per_s", Integer),
     Column("burst", Integer),
+    Column("limits", Text, nullable=False, server_default="{}"),  # JSON, see tenant_limits.py
     Column("created_ms", BigInteger, nullable=False),
     Column("former_hash", Text, index=True),  # of the key before the last rotation
     Column("former_until_ms", BigInteger),  # until when that key is valid, too
@@ -128,6 +129,7 @@ api_keys = Table(
     Column("hash", Text, nullable=False, unique=True),
     Column("scopes", Text, nullable=False),  # words separated by blanks
     Column("name", Text, nullable=False, server_default=EMPTY_TEXT),
+    Column("limits", Text, nullable=False, server_default="{}"),  # JSON, see tenant_limits.py: RateLimit
     Column("created_ms", BigInteger, nullable=False),
     Column("created_by", Text),
     Column("expires_ms", BigInteger),

@@ -8,11 +8,14 @@ from sqlalchemy import delete, insert, select, update
 
 from slotkeeper.audit import commit_audited, make_entry
 from slotkeeper.db import Database, Transaction
+from slotkeeper.db.schema import upsert
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.registry import api_keys
+from slotkeeper.registry import api_keys, catalog_changes
 from slotkeeper.registry.api_keys import NewKey
+from slotkeeper.registry.catalog_changes import Change, Part
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Scope, Tenant, format_scopes
 from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tenant_limits import INSTALLATION, NO_LIMITS, TenantLimits, change_limits, decode_limits
 from slotkeeper.registry.webhook_rotations import advance_rotation
 
 MAX_NAME_LENGTH = 200
@@ -23,6 +26,7 @@ OWN_TENANT = "me"
 """In a path, in place of its name: the tenant of the key."""
 PATH_WORDS = frozenset({"keys"})
 """What stands after a tenant's name in a path of the API or the page."""
+_NOT_ADDED = frozenset({LOCAL_IDENTITY.tenant.name, INSTALLATION})  # They can have limits, and have no keys.
 _RESERVED = frozenset({LOCAL_IDENTITY.tenant.name, OWN_TENANT, "validation"})
 
 
@@ -43,11 +47,16 @@ class Tenants:
 
     def list_all(self) -> list[Tenant]:
         with self.database.read() as connection:
-            rows = connection.execute(select(tenants).order_by(tenants.c.name)).all()
-        return [Tenant(row.name, row.rate_per_s, row.burst) for row in rows]
+            rows = connection.execute(select(tenants.c.name).where(tenants.c.name.not_in(_NOT_ADDED))).scalars()
+            return [Tenant(name) for name in sorted(rows)]
 
     def add(
-        self, tenant: Tenant, now_ms: int, scopes: Collection[Scope] = FIRST_SCOPES, by: str | None = None
+        self,
+        tenant: Tenant,
+        now_ms: int,
+        scopes: Collection[Scope] = FIRST_SCOPES,
+        by: str | None = None,
+        limits: TenantLimits = NO_LIMITS,
     ) -> NewKey:
         """Create a tenant with a first key, and return the key, which cannot be read again.
 
@@ -65,20 +74,20 @@ class Tenants:
         row = {
             "name": tenant.name,
             "key_hash": api_keys.hash_of_no_key(new.id),
-            "rate_per_s": tenant.rate_per_s,
-            "burst": tenant.burst,
             "created_ms": now_ms,
+            **_columns(limits),
         }
         entry = make_entry(
             "tenant.add",
             now_ms=now_ms,
             tenant=tenant.name,
-            limits={"rate_per_s": tenant.rate_per_s, "burst": tenant.burst},
+            limits=limits.model_dump(exclude_defaults=True),
             key=new.id,
             scopes=format_scopes(scopes),
         )
 
         def unit(tx: Transaction) -> bool:
+            catalog_changes.raise_version(tx, Change(Part.TENANT, tenant.name))
             api_keys.raise_version(tx)
             if tx.connection.execute(select(tenants.c.name).where(tenants.c.name == tenant.name)).first():
                 raise Conflict(f"There is a tenant {tenant.name!r} already; remove it first, or take another name.")
@@ -91,28 +100,30 @@ class Tenants:
         commit_audited(self.database, entry, unit)
         return new
 
-    def change(self, name: str, limits: Mapping[str, int | None]) -> None:
-        """Change the limits of a tenant: `rate_per_s`, `burst`, or both; None: no limit.
+    def change(self, name: str, changes: Mapping[str, Any], now_ms: int) -> TenantLimits:
+        """Change fields of a tenant's limits; None: the field has no value any more.  Returns the limits as stored.
 
-        Without a rate there is no burst.  Processes have the new limits within a second.
-
-        Raises NotFound; Conflict: a burst without a rate.
+        Processes have them within a second.  INSTALLATION, and the tenant of those who show no key, can have limits,
+        too.  Raises NotFound, InvalidRequest.
         """
-        values = dict(limits)
-        if "rate_per_s" in values and values["rate_per_s"] is None:
-            values.setdefault("burst", None)
-        query = select(tenants.c.rate_per_s, tenants.c.burst).where(tenants.c.name == name)
 
-        def unit(tx: Transaction) -> Any:
-            api_keys.raise_version(tx)
-            tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
-            row = tx.connection.execute(query).first()
-            if row is not None and row.burst is not None and row.rate_per_s is None:
-                raise Conflict(f"Tenant {name!r} has no rate, and a burst goes with one; set rate_per_s, too.")
-            return row
+        def unit(tx: Transaction) -> TenantLimits | None:
+            catalog_changes.raise_version(tx, Change(Part.TENANT, name))
+            if name in _NOT_ADDED:
+                new = {"key_hash": api_keys.hash_of_no_key(f"limits of {name}"), "created_ms": now_ms}
+                upsert(tx.connection, tenants, {"name": name}, {}, new)
+            known = tx.connection.execute(select(tenants.c.limits).where(tenants.c.name == name)).scalar()
+            if known is None:
+                return None
+            limits = change_limits(decode_limits(known), changes)
+            tx.connection.execute(update(tenants).where(tenants.c.name == name).values(**_columns(limits)))
+            return limits
 
-        if commit_audited(self.database, make_entry("tenant.change", tenant=name, limits=values), unit) is None:
-            raise NotFound(f"There is no tenant {name!r}.")
+        entry = make_entry("tenant.change", now_ms=now_ms, tenant=name, limits=dict(changes))
+        limits = commit_audited(self.database, entry, unit)
+        if limits is None:
+            raise NotFound(f"There is no tenant {name!r}.", tenant=name)
+        return limits
 
     def remove(self, name: str, also: Callable[[Transaction, str], object] = lambda *_: None) -> None:
         """Remove a tenant.  Its keys and its webhook secret stop working at once.  Raises NotFound.
@@ -121,6 +132,7 @@ class Tenants:
         """
 
         def unit(tx: Transaction) -> bool:
+            catalog_changes.raise_version(tx, Change(Part.TENANT, name))
             api_keys.delete_of_tenant(tx, name)
             if not tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount:
                 return False
@@ -130,3 +142,9 @@ class Tenants:
 
         if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit):
             raise NotFound(f"There is no tenant {name!r}.")
+
+
+def _columns(limits: TenantLimits) -> dict[str, Any]:
+    """Return the columns of limits.  Processes of the release before know whole rates alone."""
+    rate = limits.rate_per_s
+    return {"limits": limits.encode(), "rate_per_s": None if rate is None else max(int(rate), 1), "burst": limits.burst}

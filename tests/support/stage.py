@@ -34,7 +34,9 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity, Scope, Tenant
+from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
+from slotkeeper.registry.tenants import Tenants
 from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
@@ -148,8 +150,17 @@ class Stage:
         (job_id,) = self.submit_all([self.a(model, **changes)])
         return job_id
 
-    def submit_all(self, asked: list[Submission], tenant: Tenant | None = None) -> list[str]:
-        return [receipt.accepted.id for receipt in self.dispatcher.submit(asked, tenant)]
+    def submit_all(self, asked: list[Submission], sender: Identity | None = None) -> list[str]:
+        return [receipt.accepted.id for receipt in self.dispatcher.submit(asked, sender)]
+
+    def limited(self, tenant: str, key_rate: RateLimit = NO_RATE, **limits: Any) -> Identity:
+        """A sender whose tenant has these limits."""
+        tenants = Tenants(self.store.database)
+        if all(known.name != tenant for known in tenants.list_all()):
+            tenants.add(Tenant(tenant), self.now)
+        tenants.change(tenant, limits, self.now)
+        self.dispatcher.catalog.refresh()
+        return Identity(Tenant(tenant), "a-key", frozenset(Scope), key_rate)
 
     def a(self, model: str = "zimg", **changes: Any) -> Submission:
         return a_submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))

@@ -247,12 +247,13 @@ def test_a_server_is_shown_with_the_parts_of_its_score(api: HTTPServer) -> None:
 
 def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from slotkeeper.registry.identity import Tenant
+    from slotkeeper.registry.tenant_limits import TenantLimits
     from slotkeeper.registry.tenants import Tenants
     from tasks import services
 
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     clear_wiring()
-    Tenants(services.database()).add(Tenant("acme", rate_per_s=5), 0)
+    Tenants(services.database()).add(Tenant("acme"), 0, limits=TenantLimits(rate_per_s=5))
     services.catalog().set_tenant_state("celery", "frozen")
     rows, listed = run("tenants", "list").stdout, json.loads(run("tenants", "list", "--json").stdout)
     clear_wiring()

@@ -1,6 +1,6 @@
 """Models, servers, tenants and secrets."""
 
-from tests.nightly.mutants.operators import Mutant, always, drop, swap, swap_argument
+from tests.nightly.mutants.operators import Mutant, always, drop, lua_swap, never, swap, swap_argument
 
 MUTANTS = [
     Mutant(
@@ -144,5 +144,29 @@ MUTANTS = [
         swap('f"callback {job_id} {attempt}"', 'f"callback {job_id}"'),
         kills=["test_a_superseded_attempt_cannot_end_the_next"],
         breaks="LEASE-3",
+    ),
+    Mutant(
+        "what one rate refuses is counted by another",
+        "lua:rate_limit",
+        lua_swap('if not is_refused then redis.call("HSET"', 'if true then redis.call("HSET"'),
+        kills=["test_a_refused_bucket_leaves_the_others_uncounted"],
+        breaks="limits",
+        still="test_rates_of_one_tenant_are_apart",
+    ),
+    Mutant(
+        "any number of a tenant's jobs may wait",
+        "routing.admission.submit_limits:_tenant_waiting_checks",
+        never("total + count > limit"),
+        kills=["test_jobs_of_a_tenant_that_wait_are_counted_over_all_models_and_fleets"],
+        breaks="limits",
+        still="test_a_tenant_submits_what_it_may",
+    ),
+    Mutant(
+        "a tenant uses any priority",
+        "routing.admission.submit_limits:_check_job",
+        never("limits.most_urgent is not None and job.priority < limits.most_urgent"),
+        kills=["test_limits_of_the_installation_are_those_of_each_tenant_without_its_own"],
+        breaks="limits",
+        still="test_rates_of_one_tenant_are_apart",
     ),
 ]

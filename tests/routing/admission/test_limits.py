@@ -9,11 +9,11 @@ from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
 from routing.admission.submit_limits import Limit, Phase
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity, Tenant
+from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit
+from slotkeeper.registry.tenants import Tenants
 from tests.support import limit_of_share
 from tests.support.stage import Stage
-
-ACME = Tenant("acme", rate_per_s=1, burst=3)
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return sent
 
 
-def check(stage: Stage, asked: Sequence[Submission], tenant: Tenant | None = None) -> None:
+def check(stage: Stage, asked: Sequence[Submission], sender: Identity | None = None) -> None:
     """Apply the limits, and store nothing."""
     dispatcher = stage.dispatcher
     catalog = dispatcher.catalog.get()
     new = [prepare_job(one, catalog.resolve(one.request.model), lambda url: None, stage.now) for one in asked]
-    dispatcher.admission.check(new, tenant, catalog, stage.now)
+    dispatcher.admission.check(new, sender, catalog, stage.now)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_limit_that_is_added_applies_to_every_submit(stage, monkeypatch):
     )
     stage.submit(tenant="t1")
     with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
-        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Tenant("t1"))
+        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Identity(Tenant("t1"), None, frozenset()))
     assert refused.value.retry_after_s == 5.0
     stage.submit(tenant="t2")
 
@@ -72,10 +72,11 @@ def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(stage,
         submit_limits, "LIMITS", (*submit_limits.LIMITS[:-1], limit_of_share.LIMIT, submit_limits.LIMITS[-1])
     )
     asked = [stage.a("zimg", ttl_s=60.0), stage.a("zimg", constraints={"gpu": "A100"}), stage.a("flux", ttl_s=60.0)]
-    check(stage, asked, ACME)  # scripts and catalog are known from now on
+    acme = stage.limited("acme", rate_per_s=1, burst=3)
+    check(stage, asked, acme)  # scripts and catalog are known from now on
     stage.later(60_000)
     trips.clear()
-    check(stage, asked, ACME)
+    check(stage, asked, acme)
     assert len(trips) == 2
     trips.clear()
     check(stage, asked)
@@ -95,14 +96,15 @@ def test_local_limits_do_not_call_redis(stage, trips):
 
 def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
     stage.register(1, max_waiting=0)
+    acme = stage.limited("acme", rate_per_s=1, burst=3)
     stage.submit()
     for _ in range(5):
         with pytest.raises(TooManyRequests, match="configured to hold 0"):
-            check(stage, [stage.a()], ACME)
+            check(stage, [stage.a()], acme)
     stage.register(1, max_waiting=10)
-    check(stage, [stage.a() for _ in range(3)], ACME)
+    check(stage, [stage.a() for _ in range(3)], acme)
     with pytest.raises(TooManyRequests, match="slow down"):
-        check(stage, [stage.a()], ACME)
+        check(stage, [stage.a()], acme)
 
 
 def test_only_free_slots_that_can_run_a_model_make_room_for_its_jobs(stage):
@@ -140,3 +142,71 @@ def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis
     monkeypatch.setattr(submit_limits, "LIMITS", (*submit_limits.LIMITS[1:], never))
     with pytest.raises(TooManyRequests, match="configured to hold 0"):
         check(stage, [stage.a()])
+
+
+# -- what a tenant may submit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits, asked, field, remedy",
+    [
+        ({"models": ["flux"]}, {}, "model", "may submit jobs of these models: flux"),
+        ({"models": []}, {}, "model", "these models: none"),
+        ({"most_urgent": 4}, {"priority": 3}, "priority", "may use priorities 4 to 9; .*, or send 4"),
+        ({"max_payload_bytes": 20}, {"payload": {"prompt": "é" * 10}}, "payload", "may have 20 bytes"),
+    ],
+)
+def test_a_tenant_submits_what_it_may(stage, limits, asked, field, remedy):
+    stage.register(1)
+    stage.limited("acme", **limits)
+    with pytest.raises(InvalidJob, match=remedy) as refused:
+        check(stage, [stage.a(), stage.a(tenant="acme", **asked)])
+    assert (refused.value.field, refused.value.facts["index"]) == (field, 1)
+    check(stage, [stage.a(tenant="other", **asked)])
+
+
+def test_limits_of_the_installation_are_those_of_each_tenant_without_its_own(stage):
+    stage.register(1)
+    stage.limited("acme", most_urgent=2)
+    Tenants(stage.store.database).change(INSTALLATION, {"most_urgent": 4}, stage.now)
+    stage.dispatcher.catalog.refresh()
+    check(stage, [stage.a(tenant="acme", priority=2), stage.a(tenant="other", priority=4)])
+    with pytest.raises(InvalidJob, match="'other' may use priorities 4 to 9"):
+        check(stage, [stage.a(tenant="other", priority=3)])
+
+
+def test_jobs_of_a_tenant_that_wait_are_counted_over_all_models_and_fleets(stage):
+    for model in ("zimg", "flux"):
+        stage.register(1, server=f"{model}-gpu", model=model)
+    stage.limited("acme", max_waiting=3)
+    for model in ("zimg", "flux", "zimg", "flux"):  # Two start at once.
+        stage.submit(model, tenant="acme")
+    stage.submit("zimg", tenant="other")
+    check(stage, [stage.a("flux", tenant="acme")])
+    with pytest.raises(TooManyRequests, match="2 jobs of tenant 'acme' wait, and 3 may"):
+        check(stage, [stage.a("flux", tenant="acme"), stage.a("zimg", tenant="acme")])
+    with pytest.raises(InvalidJob, match="split them"):
+        check(stage, [stage.a(tenant="acme") for _ in range(4)])
+
+
+def test_a_rate_of_a_key_and_one_of_a_model_count_beside_that_of_the_tenant(stage):
+    stage.register(1)
+    limits = {"rate_per_s": 100, "model_rates": {"zimg": {"rate_per_s": 1, "burst": 3}}}
+    acme = stage.limited("acme", RateLimit(rate_per_s=1, burst=2), **limits)
+    admission, catalog = stage.dispatcher.admission, stage.dispatcher.catalog.get()
+    new = [prepare_job(stage.a(), catalog.resolve("zimg"), lambda url: None, stage.now)]
+    left = admission.check(new, acme, catalog, stage.now)
+    assert [(rate.name, rate.quota, rate.left) for rate in left] == [
+        ("tenant", 100, 99),
+        ("key", 2, 1),
+        ("model", 3, 2),
+    ]
+    admission.check(new, acme, catalog, stage.now)
+    with pytest.raises(TooManyRequests, match="With key a-key, tenant 'acme' may submit 1 jobs a second") as refused:
+        admission.check(new, acme, catalog, stage.now)
+    assert refused.value.facts["limit"] == "key:a-key" and refused.value.retry_after_s == 1.0
+    assert [rate.left for rate in refused.value.rates] == [98, 0, 1], "none has counted it"
+    other = stage.limited("acme", **limits)
+    admission.check(new, other, catalog, stage.now)
+    with pytest.raises(TooManyRequests, match="may submit for model 'zimg' 1 jobs a second"):
+        admission.check(new, other, catalog, stage.now)

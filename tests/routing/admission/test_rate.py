@@ -3,7 +3,7 @@
 import pytest
 from redis import Redis
 
-from routing.admission.submit_limits import LimitContext
+from routing.admission.submit_limits import LimitContext, RateAnswer, RateBucket
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from routing.scripts import make_scripts
@@ -31,8 +31,11 @@ class Rate:
         self.set_clock(self.now + ms)
 
     def admit(self, count: int = 1, tenant: str = "acme") -> int:
-        (wait_ms,) = self.queues.run_all([self.context.rate_limit_command(tenant, count, self.interval_ms, self.burst)])
-        return wait_ms
+        return self.ask(RateBucket("tenant", count, self.interval_ms, self.burst), tenant=tenant)[0].wait_ms
+
+    def ask(self, *buckets: RateBucket, tenant: str = "acme") -> list[RateAnswer]:
+        (answers,) = self.queues.run_all([self.context.rate_limit_command(tenant, buckets)])
+        return answers
 
 
 @pytest.fixture
@@ -69,14 +72,14 @@ def test_after_the_wait_it_was_told_a_submit_is_admitted(rate):
 
 def test_a_refusal_leaves_no_trace(rate, client):
     rate.admit(5)
-    before = (client.get(KEY), client.pexpiretime(KEY))
+    before = (client.hget(KEY, "tenant"), client.pexpiretime(KEY))
     assert rate.admit() > 0
-    assert (client.get(KEY), client.pexpiretime(KEY)) == before
+    assert (client.hget(KEY, "tenant"), client.pexpiretime(KEY)) == before
 
 
 def test_a_first_submit_that_is_refused_leaves_no_key(rate, client):
     assert rate.admit(6) == 100
-    assert client.get(KEY) is None
+    assert client.hget(KEY, "tenant") is None
 
 
 def test_rest_fills_the_burst_again_and_no_further(rate):
@@ -104,3 +107,17 @@ def test_one_tenants_submits_do_not_count_for_another(rate):
 def test_the_key_lives_until_the_debt_is_paid_and_is_forgotten_then(rate, client):
     rate.admit(5)
     assert 500 <= client.pttl(KEY) <= 1500
+
+
+def test_a_refused_bucket_leaves_the_others_uncounted(rate):
+    tenant, model = RateBucket("tenant", 1, 100, 5), RateBucket("model:zimg", 1, 1000, 1)
+    assert rate.ask(tenant, model) == [(0, 4), (0, 0)]
+    assert rate.ask(tenant, model) == [(0, 4), (1000, 0)]
+    assert rate.ask(tenant) == [(0, 3)], "the refused submit was not counted"
+    rate.later(1000)
+    assert rate.ask(tenant, model) == [(0, 4), (0, 0)]
+
+
+def test_rates_of_one_tenant_are_apart(rate):
+    zimg, flux = RateBucket("model:zimg", 1, 100, 1), RateBucket("model:flux", 1, 100, 1)
+    assert [rate.ask(bucket)[0].wait_ms for bucket in (zimg, flux, zimg)] == [0, 0, 100]

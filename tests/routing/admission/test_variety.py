@@ -3,7 +3,7 @@
 import pytest
 
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.identity import Identity, Tenant
 from tests.support.stage import SETTINGS, Stage
 
 
@@ -39,7 +39,7 @@ def test_all_tenants_together_may_have_so_many(narrow):
 
 def test_more_different_constraints_at_once_than_ever_fit_are_refused_for_good(narrow):
     with pytest.raises(InvalidJob, match="4 different constraints at once"):
-        narrow.submit_all([narrow.a(**asks(n)) for n in range(4)], Tenant("default"))
+        narrow.submit_all([narrow.a(**asks(n)) for n in range(4)], Identity(Tenant("default"), None, frozenset()))
 
 
 def test_constraints_that_wait_no_more_make_room(narrow):

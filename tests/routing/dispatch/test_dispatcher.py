@@ -15,7 +15,6 @@ from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
-from slotkeeper.registry.identity import Tenant
 from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
@@ -220,7 +219,7 @@ def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(stag
 def test_with_redis_down_limits_admit_everybody(stage):
     stage.register(1, max_waiting=0)
     cut_off = stage.cut_off()
-    assert len(cut_off.submit([stage.a()], Tenant("acme", rate_per_s=1))) == 1
+    assert len(cut_off.submit([stage.a()], stage.limited("acme", rate_per_s=1))) == 1
 
 
 def test_with_the_database_down_nothing_is_half_done(stage, faults):
@@ -243,7 +242,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
 
 def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
     stage.register()
-    acme = Tenant("acme", rate_per_s=2, burst=3)
+    acme = stage.limited("acme", rate_per_s=2, burst=3)
     stage.submit_all([stage.a() for _ in range(3)], acme)
     with pytest.raises(TooManyRequests) as refused:
         stage.submit_all([stage.a()], acme)
@@ -255,7 +254,7 @@ def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
 
 def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waiting(stage):
     stage.register()
-    acme = Tenant("acme", rate_per_s=2, burst=3)
+    acme = stage.limited("acme", rate_per_s=2, burst=3)
     with pytest.raises(InvalidJob, match="3 at once"):
         stage.submit_all([stage.a() for _ in range(4)], acme)
     assert sum(ledger.read(stage.store.database).by_state.values()) == 0

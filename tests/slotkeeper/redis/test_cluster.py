@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from routing.admission.submit_limits import LimitContext
+from routing.admission.submit_limits import LimitContext, RateBucket
 from routing.config import RoutingSettings
 from routing.progress import EntryId, ProgressCommands
 from routing.queries.process_list import ProcessList
@@ -101,7 +101,9 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     settings = RoutingSettings()
     context = LimitContext(None, Queues(strict, settings), settings)  # type: ignore[arg-type]
-    assert strict.run(context.rate_limit_command("acme", 1, 100, 5)) == 0
+    assert room.run("tenant_waiting", "acme|zimg") == 0
+    buckets = [RateBucket(name, 1, 100, 5) for name in ("tenant", "key:k")]
+    assert strict.run(context.rate_limit_command("acme", buckets)) == [(0, 4), (0, 4)]
     assert WorkerCapacity(strict).report("w1", 3) == 3
     assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1

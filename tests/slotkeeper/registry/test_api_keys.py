@@ -16,6 +16,7 @@ from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.registry.api_keys import ApiKeys, hash_key, is_mistyped, make_key
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Scope, Tenant, parse_scopes
 from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 from slotkeeper.registry.tenants import Tenants
 from tasks.services import database as wired
 from tests.support.builders import T0
@@ -26,7 +27,7 @@ HOUR_MS = 3_600_000
 
 @pytest.fixture
 def keys(database: Database) -> ApiKeys:
-    Tenants(database).add(Tenant("acme", rate_per_s=3), T0)
+    Tenants(database).add(Tenant("acme"), T0)
     return ApiKeys(database)
 
 
@@ -97,8 +98,16 @@ def test_a_tenant_has_several_keys_each_with_its_scopes(keys: ApiKeys) -> None:
         ("first", FIRST_SCOPES, None, None),
     ]
     identity = keys.list_valid(T0)[1][hash_key(reader.key)].identity
-    assert (identity.tenant, identity.key_id) == (Tenant("acme", rate_per_s=3), reader.id)
+    assert (identity.tenant, identity.key_id) == (Tenant("acme"), reader.id)
     assert identity.may(Scope.READ) and not identity.may(Scope.SUBMIT) and not identity.operates
+
+
+def test_a_key_has_its_own_rate_which_a_rotation_keeps(keys: ApiKeys) -> None:
+    rate = RateLimit(rate_per_s=0.5, burst=2)
+    former = keys.add("acme", {Scope.SUBMIT}, now_ms=T0, rate=rate)
+    new = keys.rotate("acme", former.id, 0, now_ms=T0)
+    assert keys.list_valid(T0)[1][hash_key(new.key)].identity.key_rate == rate
+    assert keys.change("acme", new.id, {"rate": NO_RATE}, T0).rate == NO_RATE
 
 
 def test_a_key_ends_when_its_time_is_over(keys: ApiKeys) -> None:

@@ -16,6 +16,7 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.identity import Tenant
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tables import models
+from slotkeeper.registry.tenant_limits import TenantLimits
 from slotkeeper.registry.tenants import Tenants
 from slotkeeper.registry.values import AdminState, TenantState
 from tests.support.builders import SECOND, T0, a_job_in, a_queued_job, a_running_job, at_once
@@ -459,7 +460,7 @@ def test_a_change_while_the_catalog_is_read_is_never_hidden_by_its_version(datab
 def test_a_name_is_taken_once(tenants):
     key = tenants.add(Tenant("acme"), T0).key
     with pytest.raises(Conflict):
-        tenants.add(Tenant("acme", 5), T0)
+        tenants.add(Tenant("acme"), T0, limits=TenantLimits(rate_per_s=5))
     assert identity_of(tenants.database, key).tenant == Tenant("acme")
 
 

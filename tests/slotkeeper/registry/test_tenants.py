@@ -13,7 +13,9 @@ from slotkeeper.db import Database
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
+from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.identity import Tenant
+from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit, TenantLimits
 from slotkeeper.registry.tenants import Tenants
 from tasks.services import database as wired
 from tests.support.api import Api
@@ -22,18 +24,33 @@ from tests.support.keys import identity_of
 
 
 def test_limits_change_and_the_key_stays(database: Database) -> None:
-    tenants = Tenants(database)
-    key = tenants.add(Tenant("acme", rate_per_s=2, burst=4), T0).key
-    tenants.change("acme", {"rate_per_s": 50})
-    assert identity_of(database, key).tenant == Tenant("acme", rate_per_s=50, burst=4)
-    tenants.change("acme", {"rate_per_s": None})
-    assert identity_of(database, key).tenant == Tenant("acme")
-    with pytest.raises(Conflict, match="rate"):
-        tenants.change("acme", {"burst": 3})
+    tenants, catalog = Tenants(database), Catalog(database)
+    key = tenants.add(Tenant("acme"), T0, limits=TenantLimits(rate_per_s=2, burst=4)).key
+    former = catalog.read()
+    assert former.limits_of("acme") == TenantLimits(rate_per_s=2, burst=4)
+    tenants.change("acme", {"rate_per_s": 50, "models": ["zimg"]}, T0)
+    after = catalog.read_after(former)
+    assert after.limits_of("acme") == TenantLimits(rate_per_s=50, burst=4, models=["zimg"])
+    assert after.limits_of("other") == TenantLimits() and after.limits == catalog.read().limits
+    tenants.change("acme", {"rate_per_s": None, "models": None}, T0)
+    assert catalog.read_after(after).limits_of("acme") == TenantLimits()
+    with pytest.raises(InvalidRequest, match="rate"):
+        tenants.change("acme", {"burst": 3}, T0)
     assert identity_of(database, key).tenant == Tenant("acme")
     with pytest.raises(NotFound):
-        tenants.change("none", {"burst": 3})
-    assert [it.act for it in find_entries(database, AuditFilter())] == ["tenant.change", "tenant.change", "tenant.add"]
+        tenants.change("none", {"burst": 3}, T0)
+    acts = [it.act for it in find_entries(database, AuditFilter())]
+    assert acts == ["tenant.change", "tenant.change", "tenant.add"]
+
+
+def test_the_installation_and_those_without_a_key_have_limits_and_are_no_tenants(database: Database) -> None:
+    tenants, catalog = Tenants(database), Catalog(database)
+    tenants.change(INSTALLATION, {"max_waiting": 7, "rate_per_s": 3, "burst": 9}, T0)
+    tenants.change("default", {"rate_per_s": 5}, T0)
+    limits = catalog.read()
+    assert limits.limits_of("default") == TenantLimits(max_waiting=7, rate_per_s=5)
+    assert limits.limits_of("other") == TenantLimits(max_waiting=7, rate_per_s=3, burst=9)
+    assert tenants.list_all() == []
 
 
 def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> None:
@@ -51,11 +68,46 @@ def test_an_administrator_changes_limits_over_rest(api: Api, settings: dict[str,
     assert (told["rate_per_s"], told["burst"], told["state"]) == (7, 9, "online")
     told = api.client.patch(path, json={"state": "paused", "burst": None}, headers=root).json
     assert (told["rate_per_s"], told["burst"], told["state"]) == (7, None, "paused")
+    told = api.client.patch(path, json={"limits": {"max_waiting": 5, "most_urgent": 4}}, headers=root).json
+    assert {name: value for name, value in told["limits"].items() if value} == {
+        "rate_per_s": 7,
+        "max_waiting": 5,
+        "most_urgent": 4,
+    }
+    assert api.client.patch("/admin/limits", json={"max_payload_bytes": 9}, headers=root).status_code == 200
+    own = api.client.get("/tenants/me", headers=acme).json
+    assert (own["tenant"], own["state"], own["limits"]["max_payload_bytes"]) == ("acme", "paused", 9)
+    assert own["scopes"] == ["submit", "read", "manage"]
+    assert api.client.get("/tenants/root", headers=acme).status_code == 404
     assert api.client.patch(path, json={}, headers=root).json["rate_per_s"] == 7
     assert api.client.patch(path, json={"rate_per_s": 0}, headers=root).status_code == 422
-    assert api.client.patch(path, json={"rate_per_s": None, "burst": 2}, headers=root).status_code == 409
+    assert api.client.patch(path, json={"rate_per_s": None, "burst": 2}, headers=root).status_code == 422
     assert api.client.patch("/admin/tenants/none", json={"burst": 2}, headers=root).status_code == 404
     assert api.client.patch(path, json={"rate_per_s": 99}, headers=acme).status_code == 403
+
+
+@pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
+def test_the_headers_say_what_is_left(api: Api, settings: dict[str, str]) -> None:
+    root, acme = api.tenant("root", admin=True), api.tenant("acme")
+    api.client.put("/admin/model-configs/zimg", json={}, headers=root)
+    assert "RateLimit" not in api.submit(acme).headers
+    api.client.patch("/admin/tenants/acme", json={"rate_per_s": 0.01, "burst": 2}, headers=root)
+    answers = [api.submit(acme) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [202, 202, 429]
+    assert [answer.headers["RateLimit-Policy"] for answer in answers] == ['"tenant";q=2;w=200'] * 3
+    assert [answer.headers["RateLimit"] for answer in answers] == [
+        '"tenant";r=1;t=100',
+        '"tenant";r=0;t=200',
+        '"tenant";r=0;t=200',
+    ]
+    assert answers[2].json["limit"] == "tenant" and 95 <= int(answers[2].headers["Retry-After"]) <= 100
+    key = api.client.post(
+        "/tenants/acme/keys", json={"scopes": ["submit"], "rate_per_s": 0.01, "burst": 1}, headers=root
+    ).json
+    api.client.patch("/admin/tenants/acme", json={"rate_per_s": None}, headers=root)
+    with_key = {"Authorization": f"Bearer {key['key']}"}
+    assert [api.submit(with_key).status_code for _ in range(2)] == [202, 429]
+    assert api.submit(acme).status_code == 202
 
 
 @pytest.fixture
@@ -87,10 +139,25 @@ def test_a_removal_says_what_the_tenant_has_and_asks(home: Tenants) -> None:
 
 
 def test_a_command_changes_limits(home: Tenants) -> None:
-    key = home.add(Tenant("acme", rate_per_s=2), T0).key
-    assert _run("change", "acme", "--rate", "50", "--burst", "60").exit_code == 0
-    assert identity_of(home.database, key).tenant == Tenant("acme", rate_per_s=50, burst=60)
-    assert _run("change", "acme").exit_code == 2
+    home.add(Tenant("acme"), T0)
+    given = ("--rate", "50", "--burst", "60", "--model", "zimg", "--model-rate", "zimg=0.5:2", "--max-waiting", "9")
+    assert _run("change", "acme", *given).exit_code == 0
+    limits = Catalog(home.database).read().limits_of("acme")
+    assert limits == TenantLimits(
+        rate_per_s=50,
+        burst=60,
+        models=["zimg"],
+        model_rates={"zimg": RateLimit(rate_per_s=0.5, burst=2)},
+        max_waiting=9,
+    )
+    assert "max_waiting" in _run("show", "acme").stdout
+    assert _run("change", "acme", "--max-waiting", "0", "--all-models").exit_code == 0
+    limits = Catalog(home.database).read().limits_of("acme")
+    assert (limits.max_waiting, limits.models, limits.rate_per_s) == (None, None, 50)
+    assert _run("change", "--all", "--most-urgent", "4").exit_code == 0
+    assert Catalog(home.database).read().limits_of("other").most_urgent == 4
+    for wrong in (("acme",), ("acme", "--all", "--rate", "1"), ("--rate", "1"), ("acme", "--model-rate", "zimg")):
+        assert _run("change", *wrong).exit_code == 2, wrong
 
 
 @pytest.mark.parametrize("name", ["me", "default", "validation", "acme/keys"])

@@ -75,7 +75,10 @@ class KeyCache:
 
     def find(self, key: str) -> Identity | None:
         """Return who a key belongs to; None: it is not valid.  Raises DatabaseUnavailable if no key was ever read."""
-        return None if is_mistyped(key) else self.find_hashed(hash_key(key))
+        hashed = hash_key(key)
+        if hashed not in self._valid and is_mistyped(key):
+            return None
+        return self.find_hashed(hashed)
 
     def find_hashed(self, hashed: str) -> Identity | None:
         """As `find`, by the hash of a key."""

@@ -13,6 +13,7 @@ import string
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import ColumnElement, delete, insert, or_, select, update
@@ -107,15 +108,15 @@ class ApiKeys:
 
     def list_valid(self, now_ms: int) -> tuple[int, dict[str, ValidKey]]:
         """Return the version, and all valid keys by their hashes."""
-        query = select(api_keys).where(_is_valid(now_ms))
+        query = select(*_OF_VALID_KEYS).where(_is_valid(now_ms))
         with self.database.read() as connection:
             version = connection.execute(_SELECT_VERSION).scalar() or 0
-            names = set(connection.execute(select(tenants.c.name)).scalars())
+            by_name = {name: Tenant(name) for name in connection.execute(select(tenants.c.name)).scalars()}
             found = {}
-            for row in connection.execute(query):
-                if row.tenant in names:
-                    identity = Identity(Tenant(row.tenant), row.id, _scopes_of(row), decode_rate(row.limits))
-                    found[row.hash] = ValidKey(identity, row.expires_ms)
+            for hashed, name, key_id, scopes, limits, expires_ms in connection.execute(query):
+                if (tenant := by_name.get(name)) is not None:
+                    identity = Identity(tenant, key_id, _parse_scopes(scopes), decode_rate(limits))
+                    found[hashed] = ValidKey(identity, expires_ms)
         return version, found
 
     def list_of(self, tenant: str) -> list[ApiKey]:
@@ -316,6 +317,16 @@ def hash_of_no_key(key_id: str) -> str:
     return f"-{key_id}"
 
 
+_OF_VALID_KEYS = (
+    api_keys.c.hash,
+    api_keys.c.tenant,
+    api_keys.c.id,
+    api_keys.c.scopes,
+    api_keys.c.limits,
+    api_keys.c.expires_ms,
+)
+
+
 def _is_key(tenant: str, key_id: str) -> ColumnElement[bool]:
     return (api_keys.c.tenant == tenant) & (api_keys.c.id == key_id)
 
@@ -349,9 +360,14 @@ def _forget_for_release_before(tx: Transaction, hashed: str, key_id: str) -> Non
 
 
 def _scopes_of(row: Row) -> frozenset[Scope]:
-    """A scope of a later release is left out."""
+    return _parse_scopes(row.scopes)
+
+
+@lru_cache(maxsize=1024)
+def _parse_scopes(words: str) -> frozenset[Scope]:
+    """Return stored scopes.  One of a later release is left out."""
     known = {scope.value for scope in Scope}
-    return frozenset(Scope(word) for word in row.scopes.split() if word in known)
+    return frozenset(Scope(word) for word in words.split() if word in known)
 
 
 def _api_key(row: Row) -> ApiKey:

@@ -104,12 +104,17 @@ class KeyCache:
             except DatabaseUnavailable:
                 if self._version < 0:
                     raise
+            else:
+                self._note_used()
             self._checked = self._clock()  # Who waited meanwhile does not wait for the same once more.
 
     def _read(self) -> None:
         self._sessions.read()
         if self._keys.get_version() != self._version:
             self._version, self._valid = self._keys.list_valid(now_ms())
+
+    def _note_used(self) -> None:
+        """Write down which keys were used, once a minute.  Not within the time limit of a look: this is a write."""
         if self._used and self._clock() - self._noted_at >= _NOTE_USE_S:
             used, self._used, self._noted_at = self._used, set(), self._clock()
             with suppress(SlotkeeperError):

@@ -5,11 +5,12 @@ from typing import Any, cast
 import pytest
 
 from app.auth.api_keys import KeyCache
+from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.api_keys import ApiKeys, hash_key, make_key
 from slotkeeper.registry.identity import FIRST_SCOPES, Scope
 from tests.support.clock import set_clock
-from tests.support.keys import FakeKeys
+from tests.support.keys import FakeKeys, add_key
 
 
 class Clock:
@@ -104,3 +105,14 @@ def test_keys_that_are_used_are_noted_once_a_minute(cache: KeyCache, keys: FakeK
 def test_the_cache_holds_no_key(cache: KeyCache) -> None:
     cache.find("sk_acme")
     assert list(cache._valid) == [hash_key("sk_acme")]
+
+
+def test_the_last_use_of_a_key_is_stored(database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = add_key(database, "acme")
+    cache = KeyCache(ApiKeys(database), cast(Any, Sessions()), 1.0, clock=clock)
+    cache.find(key)
+    clock.now = 60.0
+    set_clock(monkeypatch, lambda: 5_000)
+    cache.find(key)
+    (stored,) = ApiKeys(database).list_of("acme")
+    assert stored.last_used_ms == 5_000

@@ -99,8 +99,7 @@ class KeyCache:
             if self._checked > asked:
                 return
             try:
-                with time_limit(LOOK_S):
-                    self._read()
+                self._read()
             except DatabaseUnavailable:
                 if self._version < 0:
                     raise
@@ -109,12 +108,14 @@ class KeyCache:
             self._checked = self._clock()  # Who waited meanwhile does not wait for the same once more.
 
     def _read(self) -> None:
-        self._sessions.read()
-        if self._keys.get_version() != self._version:
+        with time_limit(LOOK_S):
+            self._sessions.read()
+            version = self._keys.get_version()
+        if version != self._version:  # Very many keys take longer than a look.
             self._version, self._valid = self._keys.list_valid(now_ms())
 
     def _note_used(self) -> None:
-        """Write down which keys were used, once a minute.  Not within the time limit of a look: this is a write."""
+        """Store which keys were used, once a minute."""
         if self._used and self._clock() - self._noted_at >= _NOTE_USE_S:
             used, self._used, self._noted_at = self._used, set(), self._clock()
             with suppress(SlotkeeperError):

@@ -76,13 +76,13 @@ def change_tenant(path: TenantPath, body: TenantBody) -> dict[str, Any]:
 
 @api.get("/limits", responses={200: LimitsView})
 def get_limits() -> dict[str, Any]:
-    """Show the limits of all tenants that have none of their own."""
+    """Show the limits of the installation, which apply to each tenant for which a limit is not set."""
     return LimitsView.build(limits=dispatcher().catalog.refresh().limits.get(INSTALLATION, NO_LIMITS).model_dump())
 
 
 @api.patch("/limits", responses={200: LimitsView, **problem_responses(400, 413, 415, 422)})
 def change_limits(body: LimitsBody) -> dict[str, Any]:
-    """Change the limits of all tenants that have none of their own, within a second everywhere."""
+    """Change the limits of the installation, within a second everywhere."""
     return LimitsView.build(limits=Tenants(database()).change(INSTALLATION, body.changes, now_ms()).model_dump())
 
 

@@ -175,7 +175,7 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 
 @tenants.command("change")
 @click.argument("name", required=False)
-@click.option("--all", "for_all", is_flag=True, help="In place of NAME: all tenants that have no limit of their own.")
+@click.option("--all", "for_all", is_flag=True, help="In place of NAME: each tenant for which the limit is not set.")
 @click.option("--rate", type=click.FloatRange(0, 1_000_000), help="Submits per second; 0: no limit.")
 @click.option("--burst", type=click.IntRange(0, 1_000_000), help="Submits at once; 0: as many as --rate says.")
 @click.option(

@@ -75,7 +75,7 @@ _BURST: Any = Field(None, ge=1, le=MAX_PER_S, description="Jobs that may be subm
 
 
 class LimitsBody(BodySchema):
-    """Limits of a tenant, or of all tenants that have none of their own.
+    """Limits of a tenant, or of the installation.
 
     Omitted fields are not changed; null: the field has no value any more.
     """
@@ -141,7 +141,7 @@ class OwnTenantView(ResponseSchema):
 
 
 class LimitsView(ResponseSchema):
-    """The limits of all tenants that have none of their own."""
+    """The limits of the installation."""
 
     limits: TenantLimits
 

@@ -34,7 +34,7 @@ class Tenant:
 class Identity:
     """A tenant, and what one of its keys may be used for.
 
-    key_id: None: no key was needed.  key_rate: what may be submitted with this key.
+    key_id: None: no key was needed.  key_rate: a limit on submits with this key.
     """
 
     tenant: Tenant

@@ -59,7 +59,8 @@ class Notifier(Protocol):
 class Receipt(NamedTuple):
     """Result of a submit.  `job`: as the queue has it; `notice`: what its client should know.
 
-    `position`: None: it was not asked for, or Redis has not answered.  `rates`: how many submits the rates of the sender leave.
+    `position`: None: it was not asked for, or Redis has not answered.  `rates`: how many submits the sender's rates
+    leave.
     """
 
     accepted: AcceptedJob

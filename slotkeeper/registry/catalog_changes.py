@@ -26,7 +26,7 @@ _PRESENT = SELECT_VERSION.scalar_subquery()
 class Part(StrEnum):
     """A part of the catalog; the first three are rows with names."""
 
-    MODEL = "model"  # with what is known of its name if it was removed
+    MODEL = "model"  # and whether its name is closed
     SERVER = "server"  # with its endpoints
     TENANT = "tenant"  # its state and its limits
     SECRETS = "secrets"

@@ -225,7 +225,7 @@ def test_tenants_are_listed_without_their_keys(api: Api, settings: dict[str, str
     assert _set(api, "tenants/celery/batch", "frozen", headers=boss).json["keys"] == 0
     _set(api, "tenants/acme", "paused", headers=boss)
     answer = api.client.get("/admin/tenants", headers=boss)
-    listed = {it["tenant"]: (it["keys"], it["operates"], it["state"]) for it in answer.json["tenants"]}
+    listed = {one["tenant"]: (one["keys"], one["operates"], one["state"]) for one in answer.json["tenants"]}
     assert listed == {
         "acme": (1, False, "paused"),
         "boss": (1, True, "online"),

@@ -439,7 +439,9 @@ def test_a_tenant_sees_its_own_and_no_more(chromium: Browser, installation: Inst
     context = chromium.new_context(base_url=installation.url)
     page = context.new_page()
     _log_in(page, installation.keys["globex"])
-    expect(page.get_by_role("navigation")).to_have_text(re.compile(r"^\s*Overview\s+Jobs\s+Batches\s+Dead\s+Webhooks\s*$"))
+    expect(page.get_by_role("navigation")).to_have_text(
+        re.compile(r"^\s*Overview\s+Jobs\s+Batches\s+Dead\s+Webhooks\s*$")
+    )
     assert page.locator(f'a[href="/page/jobs/{installation.jobs["slow"]}"]').count() == 1
     assert page.locator(f'a[href="/page/jobs/{installation.jobs["limited"]}"]').count() == 0
     context.close()

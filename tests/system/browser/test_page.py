@@ -276,13 +276,13 @@ def test_the_keyboard_reaches_every_action(operator: Page, installation: Install
     operator.goto(screens(installation)[name])
     every = "a[href], button:not([disabled]), input:not([type=hidden]), select, summary"
     operator.evaluate(
-        "() => { globalThis.reached = new Set(); addEventListener('focusin', it => reached.add(it.target)) }"
+        "() => { globalThis.reached = new Set(); addEventListener('focusin', it => reached.add(it.target.outerHTML)) }"
     )
-    # Twice: an update of the page may replace what was reached.
+    # Two rounds, and elements are compared by their text: an update of the page may replace what was reached.
     for _ in range(2 * operator.locator(f":is({every}):visible").count() + 20):
         operator.keyboard.press("Tab")
     left = operator.evaluate(
-        "(every) => [...document.querySelectorAll(every)].filter(it => it.checkVisibility() && !reached.has(it))"
+        "(every) => [...document.querySelectorAll(every)].filter(it => it.checkVisibility() && !reached.has(it.outerHTML))"
         ".map(it => it.outerHTML)",
         every,
     )

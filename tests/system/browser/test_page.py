@@ -282,7 +282,8 @@ def test_the_keyboard_reaches_every_action(operator: Page, installation: Install
     for _ in range(2 * operator.locator(f":is({every}):visible").count() + 20):
         operator.keyboard.press("Tab")
     left = operator.evaluate(
-        "(every) => [...document.querySelectorAll(every)].filter(it => it.checkVisibility() && !reached.has(it.outerHTML))"
+        "(every) => [...document.querySelectorAll(every)]"
+        ".filter(it => it.checkVisibility() && !reached.has(it.outerHTML))"
         ".map(it => it.outerHTML)",
         every,
     )

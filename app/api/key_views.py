@@ -54,7 +54,7 @@ def add_key(path: TenantPath, body: KeyBody) -> tuple[dict[str, Any], int]:
     """
     tenant, at_ms = visible_name(path.tenant), now_ms()
     scopes = _givable_scopes(body.scopes)
-    expires_ms = None if body.expires_in_s is None else at_ms + 1000 * body.expires_in_s
+    expires_ms = _end_of(body.expires_in_s, at_ms)
     keys, by = ApiKeys(database()), current_tenant().name
     rate = parse_rate(body.rate_per_s, body.burst)
     new = keys.add(tenant, scopes, now_ms=at_ms, name=body.name, by=by, expires_ms=expires_ms, rate=rate)
@@ -72,7 +72,7 @@ def change_key(path: KeyPath, body: KeyChangeBody) -> dict[str, Any]:
     if body.scopes is not None:
         changes["scopes"] = _givable_scopes(body.scopes)
     if "expires_in_s" in body.model_fields_set:
-        changes["expires_ms"] = None if body.expires_in_s is None else at_ms + 1000 * body.expires_in_s
+        changes["expires_ms"] = _end_of(body.expires_in_s, at_ms)
     if changes:
         keys.change(tenant, path.key, changes, at_ms, keeps_an_operator=True)
     return _view(keys.get(tenant, path.key), at_ms)
@@ -97,6 +97,11 @@ def revoke_key(path: KeyPath) -> tuple[str, int]:
     _check_givable(keys.get(tenant, path.key).scopes)
     keys.revoke(tenant, path.key, now_ms(), keeps_an_operator=True)
     return "", 204
+
+
+def _end_of(expires_in_s: int | None, at_ms: int) -> int | None:
+    """Return when a key ends (ms); None: when it is revoked."""
+    return None if expires_in_s is None else at_ms + 1000 * expires_in_s
 
 
 def _givable_scopes(words: Collection[str]) -> frozenset[Scope]:

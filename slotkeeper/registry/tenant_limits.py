@@ -103,7 +103,7 @@ def change_limits(limits: TenantLimits, changes: Mapping[str, Any]) -> TenantLim
 
 def resolve_limits(own: TenantLimits, installation: TenantLimits) -> TenantLimits:
     """Return the limits that apply to a tenant."""
-    given = own.model_fields_set & {name for name, value in own if value != TenantLimits.model_fields[name].default}
+    given = own.model_dump(exclude_defaults=True).keys()
     inherited = {name: value for name, value in installation if name not in given}
     if "rate_per_s" in given:
         inherited.pop("burst", None)

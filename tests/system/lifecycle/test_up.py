@@ -233,10 +233,10 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
     assert run("servers", "drain", "other").exit_code == 0
     assert run("servers", "remove", "other").exit_code == 0
 
-    key = ask("tenants", "add", "me", "--rate", "5", "--burst", "2")["key"]
+    key = ask("tenants", "add", "acme", "--rate", "5", "--burst", "2")["key"]
     assert key.startswith("sk_")
-    assert [tenant["name"] for tenant in ask("tenants", "list")] == ["me"]
-    assert run("tenants", "remove", "me", "--yes").exit_code == 0
+    assert [tenant["name"] for tenant in ask("tenants", "list")] == ["acme"]
+    assert run("tenants", "remove", "acme", "--yes").exit_code == 0
     assert run("migrate").exit_code == 0
     assert ask("ledger")["balanced"]
 

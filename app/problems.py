@@ -25,8 +25,10 @@ from slotkeeper.errors import (
     InvalidRequest,
     JobNotFound,
     NotFound,
+    ScopeMissing,
     SlotkeeperError,
     TooManyRequests,
+    Unauthorized,
 )
 
 log = structlog.get_logger(__name__)
@@ -39,6 +41,8 @@ _MAX_TEXT_CHARS = 500
 
 # The first matching class applies.
 _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
+    (Unauthorized, 401),
+    (ScopeMissing, 403),
     (InvalidRequest, 422),
     (IdempotencyConflict, 409),
     (Conflict, 409),
@@ -117,8 +121,7 @@ def _handlers() -> dict[type[Exception], Callable[[Any], Response | HTTPExceptio
 
 
 def _from_problem_error(error: ProblemError) -> Response:
-    headers = {"WWW-Authenticate": 'Bearer realm="slotkeeper"'} if error.status == 401 else None
-    return problem_response(error.status, error.code, error.title, error.detail, error.facts, headers)
+    return problem_response(error.status, error.code, error.title, error.detail, error.facts)
 
 
 def _from_slotkeeper_error(error: SlotkeeperError) -> Response:
@@ -130,9 +133,8 @@ def _from_slotkeeper_error(error: SlotkeeperError) -> Response:
         g.rates = error.rates
     if isinstance(error, InvalidRequest):
         facts["errors"] = [{"field": error.field, "message": printable_text(error.detail)}]
-    return problem_response(
-        status, error.code, error_title(type(error)), error.detail, facts, _retry_after(error.retry_after_s)
-    )
+    headers = {"WWW-Authenticate": 'Bearer realm="slotkeeper"'} if status == 401 else _retry_after(error.retry_after_s)
+    return problem_response(status, error.code, error_title(type(error)), error.detail, facts, headers)
 
 
 def status_of(kind: type[SlotkeeperError]) -> int:

@@ -24,6 +24,18 @@ class InvalidSetting(SlotkeeperError):
     code = "invalid_setting"
 
 
+class Unauthorized(SlotkeeperError):
+    """No valid key."""
+
+    code = "unauthorized"
+
+
+class ScopeMissing(SlotkeeperError):
+    """Not allowed."""
+
+    code = "scope_missing"
+
+
 class InvalidRequest(SlotkeeperError):
     """The request cannot be accepted as it is."""
 

@@ -100,6 +100,10 @@ class TaskSettings(Settings):
     """Lowest level of log lines of libraries; Slotkeeper logs from INFO on.  DEBUG logs everything."""
     log_format: Literal["console", "json"] = "console"
     """Format of log lines: for people, or a JSON object each."""
+    require_keys: bool = False
+    """Whether a request needs a key, and a message of a bare Celery client a token (docs/how-to/celery.md)."""
+    key: str = Field("", repr=False)
+    """With keys: the key with which this process calls `infer`, and the commands the API."""
     public_url: str = ""
     """Where inference servers reach the API for callbacks; empty: http://127.0.0.1:<port>."""
     port: int = Field(8000, ge=1, le=65535)

@@ -20,10 +20,12 @@ from routing.admission.submission import Submission
 from slotkeeper import trace_context
 from slotkeeper.errors import IdempotencyConflict, SlotkeeperError
 from slotkeeper.jobs.values import new_job_id
+from slotkeeper.registry.identity import Identity
 from tasks import offer_messages
 from tasks import options as call_options
 from tasks.celery_app import celery
 from tasks.extensions.control import cancel_queue, is_revoked
+from tasks.identity import TOKEN_HEADER, identify_caller, identify_message
 from tasks.offer_messages import is_wake_up
 from tasks.results import UNAVAILABLE, notify_refusal
 from tasks.retries import RetriedTask
@@ -35,7 +37,8 @@ log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
 _MAX_TRIES = 30
-_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")  # headers that tracing libraries add to every task
+# The token, and the headers that tracing libraries add to every task.
+_READ_HEADERS = (TOKEN_HEADER, "traceparent", "tracestate", "baggage")
 
 
 class InferRequest(Request):
@@ -107,12 +110,13 @@ class InferTask(RetriedTask):
         """Submit a job, and return when it is stored; see `infer`.  Raises what `Dispatcher.submit` raises."""
         if celery.conf.task_always_eager:  # As Celery's own; the task's body then raises an error with the reason.
             return self.apply(args, kwargs, task_id=task_id, link=link, link_error=link_error, **options)
+        headers = options["headers"] if isinstance(options.get("headers"), Mapping) else {}
         given = {**options, **_parent_ids(options), "link": link, "link_error": link_error, "shadow": shadow}
-        given |= _trace_options(kwargs or {}, options)
-        job_id = task_id or new_job_id()
-        accepted = _submit(
-            call_options.read_submission(job_id, args or (), kwargs or {}, given), accepts_other_id=task_id is None
-        )
+        given |= {"headers": _other_headers(headers)} if headers else {}
+        given |= _trace_options(kwargs or {}, options, headers)
+        job_id, sender = task_id or new_job_id(), identify_caller(headers)
+        submission = call_options.read_submission(job_id, args or (), kwargs or {}, given, sender)
+        accepted = _submit(submission, sender, accepts_other_id=task_id is None)
         result = self.AsyncResult(accepted)
         if options.get("add_to_parent", True) and celery.current_worker_task is not None:
             celery.current_worker_task.add_trail(result)
@@ -123,13 +127,13 @@ class InferTask(RetriedTask):
         return JobResult(task_id, backend=self.backend, app=celery, **options)
 
 
-def _submit(submission: Submission, *, accepts_other_id: bool = False) -> str:
+def _submit(submission: Submission, sender: Identity, *, accepts_other_id: bool = False) -> str:
     """Submit a job, and return the id of the accepted one.
 
     accepts_other_id: it may be that of an earlier job with the same idempotency key.
     Raises what `Dispatcher.submit` raises.
     """
-    (receipt,) = dispatcher().submit([submission])
+    (receipt,) = dispatcher().submit([submission], sender)
     if receipt.accepted.id != submission.id and not accepts_other_id:  # The client waits for the id that it chose.
         raise IdempotencyConflict(
             f"This idempotency_key names the job {receipt.accepted.id!r}, which was accepted before; "
@@ -150,22 +154,17 @@ def _parent_ids(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trace_options(kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options `traceparent` and `headers` of a call.
+def _other_headers(headers: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the headers of a call that mean nothing here: `read_submission` refuses them."""
+    return {name: value for name, value in headers.items() if name not in _READ_HEADERS} or None
 
-    The traceparent comes from the headers, from OpenTelemetry, from the calling task, or from the environment.  Only
-    trace headers are removed from `headers`; `read_submission` refuses the others.
-    """
-    headers = options.get("headers")
-    if not isinstance(headers, Mapping):
-        headers = {}
-    other_headers = {name: value for name, value in headers.items() if name not in _TRACE_HEADERS}
-    taken = {"headers": other_headers or None} if headers else {}
+
+def _trace_options(kwargs: Any, options: dict[str, Any], headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option `traceparent` of a call: from its headers, OpenTelemetry, the calling task, or environment."""
     if "traceparent" in options or "traceparent" in kwargs:
-        return taken
+        return {}
     return {
-        **taken,
-        "traceparent": headers.get("traceparent") or trace_context.get_current_traceparent() or _caller_traceparent(),
+        "traceparent": headers.get("traceparent") or trace_context.get_current_traceparent() or _caller_traceparent()
     }
 
 
@@ -215,8 +214,9 @@ def _submit_for_client(self: InferTask, args: Any, kwargs: Any) -> None:
         _retry_while_away(lambda: self.backend.mark_as_revoked(job_id, "revoked", request=request))
         return
     try:
-        submission = call_options.read_submission(job_id, args, kwargs, _options_from_message(request))
-        _retry_while_away(lambda: _submit(submission))
+        sender = _retry_while_away(lambda: identify_message(request.headers))
+        submission = call_options.read_submission(job_id, args, kwargs, _options_from_message(request), sender)
+        _retry_while_away(lambda: _submit(submission, sender))
     except SlotkeeperError as error:
         _report_refusal(request, error)
     if is_revoked(job_id):  # The workers received the revoke before this job was stored, and found none to cancel.

@@ -24,7 +24,8 @@ TASK = "infer"
 _MODEL_PREFIX = "gpu."  # begins the names of their queues
 _OFFER_FIELDS = ("fleet", "lease", "slot", "server", "number")
 
-# What Celery knows of a task beside its arguments, by its names in apply_async.  The database stores it as JSON.
+# What Celery knows of a task beside its arguments, by its names in apply_async, and the id of the key that submitted it.
+# The database stores it as JSON.
 _ENVELOPE = (
     "callbacks",
     "chain",
@@ -33,6 +34,7 @@ _ENVELOPE = (
     "group_id",
     "group_index",
     "ignore_result",
+    "key_id",
     "parent_id",
     "root_id",
     "stamped_headers",

@@ -13,7 +13,9 @@ from typing import Any
 from routing.admission.job_request import REQUEST_FIELDS, JobRequest
 from routing.admission.submission import Submission
 from slotkeeper.errors import InvalidJob
+from slotkeeper.registry.identity import Identity
 from tasks import offer_messages
+from tasks.identity import tenant_of_job
 
 _MAX_TENANT_CHARS = 200
 _MAX_ENVELOPE_BYTES = 1 << 20
@@ -85,7 +87,7 @@ def signature() -> inspect.Signature:
 
 
 def read_submission(
-    job_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    job_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any], sender: Identity
 ) -> Submission:
     """Return the submission that a call describes.  Raises InvalidJob."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -98,6 +100,7 @@ def read_submission(
         delay_s, not_before_ms = given["countdown"], None
     requested = {name: value for name, value in arguments.items() if name in _REQUEST_FIELDS}
     header_fields = {name: value for name, value in arguments.items() if name in _HEADER_FIELDS}
+    header_fields["tenant"] = tenant_of_job(sender, header_fields.get("tenant"))
     return Submission(
         # model_construct: `prepare_job` validates the values.
         JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),
@@ -105,7 +108,7 @@ def read_submission(
         expires_ms=expires_ms,
         not_before_ms=not_before_ms,
         source="task",
-        envelope=_envelope(given),
+        envelope=_envelope({**given, "key_id": sender.key_id}),
         **header_fields,
     )
 

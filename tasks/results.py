@@ -42,6 +42,7 @@ from slotkeeper.outbox.result_notifications import ResultNotification, ResultNot
 from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
+from tasks.identity import acting_for
 from tasks.offer_messages import publish_queue
 from tasks.threads import WorkQueue
 
@@ -144,7 +145,7 @@ def _notify_in_subprocess(job: Job) -> None:
 def notify_clients(job: Job) -> None:
     """Notify the clients that wait for this job.  Raises what backend, broker and database raise when they are away."""
     request = offer_messages.task_context(job)
-    with _as_current_task(request):
+    with _as_current_task(request), acting_for(job.tenant, request.get("key_id")):
         match job.state:
             case State.COMPLETED:
                 _notify_result(job, request)
@@ -207,7 +208,7 @@ def notify_too_large(job: Job) -> None:
     request = offer_messages.task_context(job)
     hint = f"read it with GET /queue/jobs/{job.id}"
     error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {hint}.")
-    with _as_current_task(request):
+    with _as_current_task(request), acting_for(job.tenant, request.get("key_id")):
         _notify_failure(job, request, error, states.FAILURE)
 
 

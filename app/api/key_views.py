@@ -6,8 +6,9 @@ from typing import Any
 from app.api.openapi import blueprint, no_store, problem_responses
 from app.auth.access import current_identity, current_tenant, scope, visible_name
 from app.context import dispatcher
-from app.problems import ProblemError
 from app.schemas.tenant_schemas import (
+    CeleryTokenBody,
+    CeleryTokenView,
     KeyBody,
     KeyChangeBody,
     KeyList,
@@ -18,11 +19,13 @@ from app.schemas.tenant_schemas import (
     OwnTenantView,
     TenantPath,
 )
-from slotkeeper.clock import now_ms
+from slotkeeper.clock import iso_time, now_ms
+from slotkeeper.errors import Conflict, ScopeMissing
 from slotkeeper.registry.api_keys import ApiKey, ApiKeys, NewKey
 from slotkeeper.registry.identity import Scope, format_scopes, parse_scopes
 from slotkeeper.registry.tenant_limits import parse_rate
 from slotkeeper.registry.values import AdminState
+from tasks.security.celery_tokens import TokenSubject, make_token
 from tasks.services import database
 
 api = no_store(blueprint("keys", "Own tenant", "/tenants", scope=Scope.KEYS))
@@ -99,25 +102,38 @@ def revoke_key(path: KeyPath) -> tuple[str, int]:
     return "", 204
 
 
+@api.post("/me/celery-tokens", responses={201: CeleryTokenView, **problem_responses(400, 409, 413, 415, 422)})
+@scope(Scope.SUBMIT)
+def make_celery_token(body: CeleryTokenBody) -> tuple[dict[str, Any], int]:
+    """Make a token for the messages of bare Celery clients, which is valid while the key of this request is.
+
+    409: this installation requires no keys, so its messages need no token.
+    """
+    identity, expires_ms = current_identity(), now_ms() + 1000 * body.ttl_s
+    if identity.key_id is None:
+        raise Conflict("This installation requires no keys, so messages need no token.")
+    token = make_token(TokenSubject(identity.tenant.name, identity.key_id), expires_ms)
+    return CeleryTokenView.build(token=token, expires_at=iso_time(expires_ms)), 201
+
+
 def _end_of(expires_in_s: int | None, at_ms: int) -> int | None:
     """Return when a key ends (ms); None: when it is revoked."""
     return None if expires_in_s is None else at_ms + 1000 * expires_in_s
 
 
 def _givable_scopes(words: Collection[str]) -> frozenset[Scope]:
-    """Return the scopes of a new key.  Raises InvalidRequest, ProblemError."""
+    """Return the scopes of a new key.  Raises InvalidRequest, ScopeMissing."""
     scopes = parse_scopes(words)
     _check_givable(scopes)
     return scopes
 
 
 def _check_givable(scopes: frozenset[Scope]) -> None:
-    """Refuse to make, change or revoke a key that may do more than that of this request.  Raises ProblemError 403."""
+    """Refuse to make, change or revoke a key that may do more than that of this request.  Raises ScopeMissing."""
     identity = current_identity()
     if not identity.may_give(scopes):
         own = format_scopes(identity.scopes)
-        detail = f"That key may do more than this one, which has the scopes: {own}."
-        raise ProblemError(403, "scope_missing", "Not allowed", detail)
+        raise ScopeMissing(f"That key may do more than this one, which has the scopes: {own}.")
 
 
 def _view(key: ApiKey, at_ms: int) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from routing.config import RoutingSettings
 from slotkeeper import audit, logs
 from slotkeeper.audit import Actor
 from slotkeeper.db import Database
-from slotkeeper.errors import NotFound
+from slotkeeper.errors import NotFound, Unauthorized
 from slotkeeper.registry.api_keys import ApiKeys, is_mistyped
-from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant, format_scopes
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant
 from slotkeeper.registry.sessions import RevokedSessions
 from slotkeeper.registry.tenants import OWN_TENANT, check_tenant_name
 
@@ -163,7 +163,7 @@ def visible_name(tenant: str) -> str:
 
 
 def authorize() -> None:
-    """Authorize this request before its view.  Raises ProblemError."""
+    """Authorize this request before its view.  Raises ProblemError, Unauthorized, ScopeMissing."""
     view = current_app.view_functions.get(request.endpoint or "")
     if view is None or getattr(view, "has_own_auth", False):
         return
@@ -174,7 +174,7 @@ def authorize() -> None:
         return
     if getattr(view, "shows_metrics", False):
         if not _has_metrics_key(environ):
-            _require_scope(_identify(environ), Scope.OPERATE)
+            _identify(environ).require(Scope.OPERATE)
         return
     method = environ["REQUEST_METHOD"]
     if method in _CHANGING_METHODS:
@@ -184,7 +184,7 @@ def authorize() -> None:
         _set_actor(_identify(environ), "command line" if is_command_line else "REST")
         required = scope_of(current_app, request.endpoint or "")
         assert required is not None, "checked when the application was configured"
-        _require_scope(current_identity(), required)
+        current_identity().require(required)
 
 
 def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
 
 
 def _identify(environ: Mapping[str, Any]) -> Identity:
-    """Return who sends a request.  Raises ProblemError 401."""
+    """Return who sends a request.  Raises Unauthorized."""
     cache = key_cache()
     if cache is None:
         return LOCAL_IDENTITY
@@ -203,21 +203,8 @@ def _identify(environ: Mapping[str, Any]) -> Identity:
         detail = "Send a valid key in the header: Authorization: Bearer sk_…"
         if is_mistyped(key):
             detail = "The key is mistyped: its last characters do not fit the others. " + detail
-        raise ProblemError(401, "unauthorized", "No valid key", detail)
+        raise Unauthorized(detail)
     return identity
-
-
-def _require_scope(identity: Identity, required: Scope) -> None:
-    """Raise ProblemError 403 if the key must not be used for this."""
-    if not identity.may(required):
-        given = format_scopes(identity.scopes) or "nothing"
-        raise ProblemError(
-            403,
-            "scope_missing",
-            "Not allowed",
-            f"This needs a key with the scope {required.value}, and this key has: {given}.",
-            scope=required.value,
-        )
 
 
 # -- without keys ------------------------------------------------------------------------------------------

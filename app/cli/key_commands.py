@@ -108,6 +108,37 @@ def revoke_key(tenant: str, key: str) -> None:
     echo(f"Key {escape_line(key_id)} is revoked.")
 
 
+@keys.command("token")
+@click.argument("tenant")
+@click.argument("key")
+@click.option("--ttl", default="1h", metavar="TIME", help="How long it is valid, such as 30min or 7d.  [default: 1h]")
+@json_option
+def make_token(tenant: str, key: str, ttl: str, as_json: bool) -> None:
+    """Print a token for the messages of a bare Celery client.
+
+    The client sends it in the header slotkeeper_token.  It submits jobs by Celery and opens nothing else, and it is
+    valid only while KEY is: a key's id, or its name if one valid key has it.
+    """
+    from slotkeeper.clock import iso_time, now_ms
+    from slotkeeper.registry.identity import Scope
+    from tasks.security.celery_tokens import TokenSubject
+    from tasks.security.celery_tokens import make_token as make
+
+    expires_ms = now_ms() + 1000 * _parse_seconds("--ttl", ttl, 30)
+    with acting_locally():
+        key_id = _find_id(tenant, key)
+        identity = _keys().find_by_id(tenant, key_id, now_ms())
+        if identity is None:
+            raise click.ClickException(f"Tenant {tenant!r} has no valid key {key!r}; `keys list` names them.")
+        identity.require(Scope.SUBMIT)
+        token = make(TokenSubject(tenant, key_id), expires_ms)
+    if as_json:
+        print_json({"token": token, "expires_at": iso_time(expires_ms)})
+        return
+    echo(token)
+    echo(f"It is valid until {short_time(iso_time(expires_ms))}, or until key {key_id} is not.", err=True)
+
+
 def _keys() -> "ApiKeys":
     """Raises ClickException: the database has another schema."""
     from slotkeeper.registry.api_keys import ApiKeys

@@ -11,7 +11,7 @@ from app.config import SETTINGS, AppSettings, is_loopback
 from slotkeeper.errors import InvalidSetting
 from tasks.config import TaskSettings
 
-_CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_KEY", "SLOTKEEPER_CA"})
+_CLIENT_VARIABLES = frozenset({"SLOTKEEPER_URL", "SLOTKEEPER_CA"})
 
 
 def settings() -> Iterator[Finding]:

@@ -208,6 +208,19 @@ class NewKeyView(KeyView):
     key: Annotated[str, PROVIDED] = Field(description="The key, which is not shown again.")
 
 
+class CeleryTokenBody(BodySchema):
+    """How long a token is valid."""
+
+    ttl_s: int = Field(3600, ge=1, le=30 * 86_400, description="Seconds.")
+
+
+class CeleryTokenView(ResponseSchema):
+    """A token for Celery's messages, which nothing lists."""
+
+    token: str = Field(description="`skt_…`, for the header `slotkeeper_token`.")
+    expires_at: str
+
+
 class KeyList(ResponseSchema):
     """The keys of a tenant, the newest first.  One that has ended is listed for 90 days."""
 

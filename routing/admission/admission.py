@@ -43,7 +43,7 @@ class Admission:
         queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
     def check(
-        self, new: Sequence[NewJob], sender: Identity | None, catalog: CatalogSnapshot, now_ms: int
+        self, new: Sequence[NewJob], sender: Identity, catalog: CatalogSnapshot, now_ms: int
     ) -> list[LimitStatus]:
         """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
 

@@ -58,13 +58,13 @@ class LimitStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """Jobs that are accepted all or none.  `sender`: who submits them, if known; the jobs may belong to others.
+    """Jobs that are accepted all or none.  `sender`: who submits them; they may be those of other tenants.
 
     statuses: filled with what is left of each rate.
     """
 
     jobs: Sequence[NewJob]
-    sender: Identity | None
+    sender: Identity
     now_ms: int
     statuses: list[LimitStatus] = field(default_factory=list)
 
@@ -407,8 +407,6 @@ def _deadline_check(
 def check_rate(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[list[RateAnswer]]]:
     """Limit how many jobs a tenant submits a second, and how many at once: in all, of a model, and with a key."""
     sender = request.sender
-    if sender is None:
-        return
     limits, whose = context.catalog.limits_of(sender.tenant.name), f"Tenant {sender.tenant.name!r}"
     rates: list[tuple[str, str, RateLimit, int]] = []  # name, sentence, rate, how many jobs it counts
     if limits.rate_per_s:

@@ -115,8 +115,10 @@ class Dispatcher:
 
     # -- submit ----------------------------------------------------------------------------------------------
 
-    def submit(self, submissions: Sequence[Submission], sender: Identity | None = None) -> list[Receipt]:
+    def submit(self, submissions: Sequence[Submission], sender: Identity) -> list[Receipt]:
         """Accept jobs, all or none, and return a receipt for each once they are stored.
+
+        sender: who submits them.  The jobs may be those of other tenants, for which the interface lets it act.
 
         Redis is called after the commit; if it does not answer, the sweep enqueues the jobs later.  The receipt of a
         job that was submitted alone has its position.
@@ -128,7 +130,7 @@ class Dispatcher:
         with time_limit(self.store.database.limits.request_s):
             return self._submit(submissions, sender)
 
-    def _submit(self, submissions: Sequence[Submission], sender: Identity | None) -> list[Receipt]:
+    def _submit(self, submissions: Sequence[Submission], sender: Identity) -> list[Receipt]:
         catalog = self.catalog.get()  # This also synchronizes the clock.
         if any(catalog.model(submission.request.model) is None for submission in submissions):
             catalog = self.catalog.refresh()  # One may just have been registered.
@@ -147,7 +149,7 @@ class Dispatcher:
         return [receipt._replace(position=positions.get(receipt.accepted.id), rates=rates) for receipt in receipts]
 
     def _admit(
-        self, new: Sequence[NewJob], sender: Identity | None, catalog: CatalogSnapshot, now_ms: int
+        self, new: Sequence[NewJob], sender: Identity, catalog: CatalogSnapshot, now_ms: int
     ) -> tuple[list[str | None], list[LimitStatus]]:
         """Return what the client of each job should know, and what is left of the sender's rates.
 

@@ -119,6 +119,20 @@ class ApiKeys:
                     found[hashed] = ValidKey(identity, expires_ms)
         return version, found
 
+    def find(self, key: str, now_ms: int) -> Identity | None:
+        """Return who a key belongs to; None: it is not valid."""
+        return None if is_mistyped(key) else self._find(api_keys.c.hash == hash_key(key), now_ms)
+
+    def find_by_id(self, tenant: str, key_id: str, now_ms: int) -> Identity | None:
+        """As `find`, by a key's tenant and id."""
+        return self._find(_is_key(tenant, key_id), now_ms)
+
+    def _find(self, condition: ColumnElement[bool], now_ms: int) -> Identity | None:
+        query = select(api_keys).where(condition, _is_valid(now_ms))
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else Identity(Tenant(row.tenant), row.id, _scopes_of(row), decode_rate(row.limits))
+
     def list_of(self, tenant: str) -> list[ApiKey]:
         """Return all keys of a tenant, the newest first, also those that are not valid any more."""
         query = (

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slotkeeper.errors import InvalidRequest
+from slotkeeper.errors import InvalidRequest, ScopeMissing
 from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 
 
@@ -48,6 +48,18 @@ class Identity:
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or self.operates
+
+    def require(self, scope: Scope) -> None:
+        """Raises ScopeMissing."""
+        if not self.may(scope):
+            given = format_scopes(self.scopes) or "nothing"
+            raise ScopeMissing(
+                f"This needs a key with the scope {scope.value}, and this key has: {given}.", scope=scope.value
+            )
+
+    def may_act_for(self, tenant: str) -> bool:
+        """Return whether it may submit jobs of this tenant, and see them."""
+        return tenant == self.tenant.name or self.operates
 
     def may_give(self, scopes: Iterable[Scope]) -> bool:
         """Return whether this key may do all that another with these scopes may do."""

@@ -4,6 +4,7 @@
                             webhook secrets, for each tenant and each rotation
                             key that encrypts named secrets in the database
                             key that signs session cookies
+                            key that signs the tokens of Celery's messages
                             fingerprint: processes compare it to detect different secrets
 
 So a receiver that verifies with its webhook secret cannot make a callback token or sign for another tenant, and cannot
@@ -39,6 +40,7 @@ class Purpose(StrEnum):
     FINGERPRINT = "fingerprint"
     SEALING = "sealing"
     SESSION = "session"
+    CELERY = "celery"
 
 
 @lru_cache(maxsize=1024)
@@ -67,6 +69,11 @@ def sealing_keys() -> Iterator[bytes]:
 def session_keys() -> Iterator[bytes]:
     """Return the keys that verify session cookies; the first one signs new cookies."""
     return (derive(secret, Purpose.SESSION) for secret in installation_secrets())
+
+
+def celery_keys() -> Iterator[bytes]:
+    """Return the keys that verify the tokens of Celery's messages; the first one signs new tokens."""
+    return (derive(secret, Purpose.CELERY) for secret in installation_secrets())
 
 
 def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[str]:

@@ -34,7 +34,7 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
-from slotkeeper.registry.identity import Identity, Scope, Tenant
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant
 from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 from slotkeeper.registry.tenants import Tenants
 from tests.support.builders import T0, a_submission
@@ -150,7 +150,7 @@ class Stage:
         (job_id,) = self.submit_all([self.a(model, **changes)])
         return job_id
 
-    def submit_all(self, asked: list[Submission], sender: Identity | None = None) -> list[str]:
+    def submit_all(self, asked: list[Submission], sender: Identity = LOCAL_IDENTITY) -> list[str]:
         return [receipt.accepted.id for receipt in self.dispatcher.submit(asked, sender)]
 
     def limited(self, tenant: str, key_rate: RateLimit = NO_RATE, **limits: Any) -> Identity:

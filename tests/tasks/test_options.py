@@ -19,6 +19,7 @@ from routing.admission.submission import Submission, prepare_job
 from routing.queries import job_list
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import IdempotencyConflict, InvalidJob
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model
 from tasks import inference
@@ -33,7 +34,7 @@ PROMPT = {"prompt": "a cat"}
 
 
 def _read(*args: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> Submission:
-    return call_options.read_submission("j1", args, kwargs or {}, options)
+    return call_options.read_submission("j1", args, kwargs or {}, options, LOCAL_IDENTITY)
 
 
 def _refusal(*args: Any, **options: Any) -> InvalidJob:

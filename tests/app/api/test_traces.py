@@ -10,6 +10,7 @@ import pytest
 from routing.queries.trace_spans import ATTEMPT
 from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from slotkeeper.trace_context import make_span_id
 from tasks import inference, offer_messages, options, tracing
 from tasks.celery_app import celery
@@ -48,14 +49,15 @@ def test_all_jobs_of_a_batch_are_in_its_trace(api: Api) -> None:
 def test_infer_takes_a_trace(how: str) -> None:
     named = {"traceparent": GIVEN}
     asked = options.read_submission(
-        "j", ("zimg",), named if how == "argument" else {}, {} if how == "argument" else named
+        "j", ("zimg",), named if how == "argument" else {}, {} if how == "argument" else named, LOCAL_IDENTITY
     )
     assert asked.traceparent == GIVEN
 
 
 @pytest.mark.parametrize("given", ["00-x", f"{GIVEN}-more", "", GIVEN.upper()])
 def test_infer_refuses_nothing_for_a_traceparent_that_is_none(api: Api, given: str) -> None:
-    (receipt,) = api.dispatcher.submit([options.read_submission("traced-1", ("zimg",), {"traceparent": given}, {})])
+    asked = options.read_submission("traced-1", ("zimg",), {"traceparent": given}, {}, LOCAL_IDENTITY)
+    (receipt,) = api.dispatcher.submit([asked], LOCAL_IDENTITY)
     assert _kept(api, receipt.accepted.id) is None
 
 

@@ -9,7 +9,7 @@ from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
 from routing.admission.submit_limits import Limit, Phase
 from slotkeeper.errors import InvalidJob, TooManyRequests
-from slotkeeper.registry.identity import Identity, Tenant
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Tenant
 from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit
 from slotkeeper.registry.tenants import Tenants
 from tests.support import limit_of_share
@@ -30,7 +30,7 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return sent
 
 
-def check(stage: Stage, asked: Sequence[Submission], sender: Identity | None = None) -> None:
+def check(stage: Stage, asked: Sequence[Submission], sender: Identity = LOCAL_IDENTITY) -> None:
     """Apply the limits, and store nothing."""
     dispatcher = stage.dispatcher
     catalog = dispatcher.catalog.get()

@@ -15,6 +15,7 @@ from slotkeeper import audit
 from slotkeeper.errors import Conflict, DatabaseUnavailable, InvalidJob, JobNotFound, TooManyRequests, UnknownModel
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of, trail_of
 from tests.support.callbacks import due_ids
@@ -177,7 +178,7 @@ def test_a_job_that_was_accepted_before_is_not_put_into_the_room_again(stage):
     stage.register()
     running = stage.submit(id="one")
     task = stage.start()
-    (receipt,) = stage.dispatcher.submit([stage.a(id="one")])
+    (receipt,) = stage.dispatcher.submit([stage.a(id="one")], LOCAL_IDENTITY)
     assert receipt.accepted.deduplicated and receipt.accepted.id == running
     assert stage.room.waiting() == []
     stage.settle(task)
@@ -209,7 +210,7 @@ def test_jobs_of_several_models_go_to_their_own_fleets(stage):
 def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(stage):
     stage.register(1)
     cut_off = stage.cut_off()
-    early = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(3)]
+    early = [cut_off.submit([stage.a()], LOCAL_IDENTITY)[0].accepted.id for _ in range(3)]
     assert [stage.state(job_id) for job_id in early] == [State.QUEUED] * 3
     assert stage.offered() == [] and stage.room.waiting() == []
     assert passes.reconcile(stage.dispatcher) == 3

@@ -47,6 +47,7 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks import maintenance, offer_messages, results, server_push, services
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
@@ -355,7 +356,7 @@ class Life:
             following = infer.si(wish["model"], wish["payload"]).set(task_id=wish["next"])
             infer.apply_async((wish["model"], wish["payload"]), task_id=wish["id"], chain=[following])
         else:
-            self.dispatcher.submit([a_submission(**wish)])
+            self.dispatcher.submit([a_submission(**wish)], LOCAL_IDENTITY)
         self._note("told", {"id": wish["id"]})
 
     def _note(self, file: str, line: dict[str, Any]) -> None:

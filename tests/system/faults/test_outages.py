@@ -32,6 +32,7 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import at_once
@@ -196,7 +197,7 @@ def test_redis_is_asked_after_the_disk_has_the_job(stage: Stage, monkeypatch: py
     run = scripts.run
     monkeypatch.setattr(stage.database._group._writer, "sync", lambda: (steps.append("disk"), sync()))
     monkeypatch.setattr(scripts, "run", lambda command: steps.append(command.target.script) or run(command))
-    (receipt,) = stage.dispatcher.submit([stage.a()])
+    (receipt,) = stage.dispatcher.submit([stage.a()], LOCAL_IDENTITY)
     assert steps == ["disk", "enqueue"]
     assert receipt.position is not None and receipt.position.ahead == 0
 
@@ -364,7 +365,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
     dispatcher.store.database = hasty
     try:
         with locked(stage.database), pytest.raises(DatabaseUnavailable) as refused:
-            dispatcher.submit([stage.a()])
+            dispatcher.submit([stage.a()], LOCAL_IDENTITY)
     finally:
         dispatcher.store.database = stage.database
         hasty.close()

@@ -7,6 +7,7 @@ from routing.maintenance.server_report import ServerReport
 from slotkeeper.errors import CommitUnknown
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events, jobs
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks.worker.worker import Worker
 from tests.support import passes
 from tests.support.stage import LEASE_MS, OFFER_MS, UP_AND_IDLE, Stage
@@ -70,7 +71,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know
     with monkeypatch.context() as patch:
         patch.setattr(stage.database._group._writer, "sync", fails)
         with pytest.raises(CommitUnknown):
-            stage.dispatcher.submit([stage.a(id="one")])
+            stage.dispatcher.submit([stage.a(id="one")], LOCAL_IDENTITY)
     assert stage.room.waiting() == [] and stage.offered() == []
     passes.reconcile(stage.dispatcher)
     assert stage.run_all() == ["one"]

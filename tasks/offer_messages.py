@@ -24,7 +24,7 @@ TASK = "infer"
 _MODEL_PREFIX = "gpu."  # begins the names of their queues
 _OFFER_FIELDS = ("fleet", "lease", "slot", "server", "number")
 
-# What Celery knows of a task beside its arguments, by its names in apply_async, and the id of the key that submitted it.
+# What Celery knows of a task beside its arguments, by its names in apply_async, and the key that submitted it.
 # The database stores it as JSON.
 _ENVELOPE = (
     "callbacks",

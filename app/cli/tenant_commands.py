@@ -187,6 +187,9 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 )
 @click.option("--model", "models", multiple=True, help="Model whose jobs it may submit; repeat it for several.")
 @click.option("--all-models", is_flag=True, help="It may submit jobs of all models.")
+@click.option(
+    "--environment", "environments", multiple=True, help="Environment of its jobs; repeat it; the first is the default."
+)
 @click.option("--most-urgent", type=click.IntRange(0, 9), help="Most urgent priority that it may use; 0: any.")
 @click.option("--max-waiting", type=click.IntRange(min=0), help="Jobs that may wait; 0: no limit.")
 @click.option("--max-payload-bytes", type=click.IntRange(min=0), help="Largest payload of a job; 0: no limit.")
@@ -196,6 +199,7 @@ def change_tenant(
     model_rates: tuple[str, ...],
     models: tuple[str, ...],
     all_models: bool,
+    environments: tuple[str, ...],
     **numbers: float | None,
 ) -> None:
     """Change the limits of a tenant.
@@ -216,6 +220,8 @@ def change_tenant(
         changes["model_rates"] = dict(_parse_model_rate(text) for text in model_rates)
     if models or all_models:
         changes["models"] = None if all_models else list(models)
+    if environments:
+        changes["environments"] = list(environments)
     if not changes:
         raise click.UsageError("Nothing to change; give --rate or another limit.")
     with acting_locally():

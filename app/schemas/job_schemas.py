@@ -7,7 +7,7 @@ from pydantic import Field
 
 from app.schemas.base import MODEL_NAME, PROVIDED, BodySchema, From, ResponseSchema, Schema, Time, seconds
 from app.schemas.cursors import BATCH, CURSOR
-from routing.admission.constraints import decode_constraints
+from routing.admission.constraints import decode_constraints, environment_of
 from routing.admission.job_request import JobRequest
 from routing.admission.labels import MAX_LABELS, decode_labels
 from routing.queries import explain, job_timeline
@@ -182,6 +182,9 @@ class JobView(ResponseSchema, source=Job):
     why: str = Field(description="Reason of its last transition.")
     priority: int
     constraints: Annotated[dict[str, Any], From(lambda job: decode_constraints(job.constraints))]
+    environment: Annotated[str, From(lambda job: environment_of(job.constraints))] = Field(
+        description="Its server must declare it; `production`: or declare none."
+    )
     labels: Annotated[dict[str, str], From(lambda job: decode_labels(job.labels))]
     tenant: str
     batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")

@@ -17,20 +17,20 @@ from app.schemas.base import (
     Time,
     iso_time,
 )
-from routing.admission.constraints import CHOICE_SCHEMAS, VALUE_PATTERN
+from routing.admission.constraints import CHOICE_SCHEMAS
 from routing.dispatch.outcome import Outcome
 from routing.queries import explain, server_status
 from routing.queries.explain import describe_quarantine
 from routing.queue.fleets import QueueCounts
 from slotkeeper.jobs.quarantine import QuarantinedSlot
-from slotkeeper.registry import catalog
+from slotkeeper.registry import catalog, values
 from slotkeeper.registry.catalog_removal import Removal
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from slotkeeper.urls import mask_url
 from tasks.servers import Health, HealthKind, presets, probe
 
-_VALUE: Any = {"pattern": f"^{VALUE_PATTERN}$"}
+_VALUE: Any = {"pattern": f"^{values.VALUE_PATTERN}$"}
 
 
 _Attributes = Annotated[

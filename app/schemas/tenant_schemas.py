@@ -18,6 +18,7 @@ from app.schemas.base import (
     Time,
     iso_time,
 )
+from slotkeeper.registry import values
 from slotkeeper.registry.api_keys import ApiKey
 from slotkeeper.registry.identity import Scope, format_scopes
 from slotkeeper.registry.server_descriptions import Secret
@@ -74,6 +75,9 @@ _RATE: Any = Field(None, gt=0, le=MAX_PER_S, description="Jobs that may be submi
 _BURST: Any = Field(None, ge=1, le=MAX_PER_S, description="Jobs that may be submitted at once; it goes with a rate.")
 
 
+_ENVIRONMENT: Any = {"pattern": f"^{values.VALUE_PATTERN}$"}
+
+
 class LimitsBody(BodySchema):
     """Limits of a tenant, or of the installation.
 
@@ -92,6 +96,12 @@ class LimitsBody(BodySchema):
         None, ge=1, le=9, description="The most urgent priority that may be used; 1 is the most urgent of all."
     )
     max_waiting: int | None = Field(None, ge=1, description="Jobs that may wait, of all models together.")
+    environments: list[Annotated[str, Field(json_schema_extra=_ENVIRONMENT)]] | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="Environments that jobs may name; the first is that of jobs that name none.  null: production.",
+    )
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
 
     @property

@@ -3,6 +3,9 @@
 A job's constraints come as JSON, `{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}`, and are kept as
 text, a condition a line, in an order that makes equal constraints equal texts: `gpu=A100,H100`, `memory>=40`,
 `region=eu`.  lua/lib/constraints.lua reads the same text in the offer; tests hold the two together.
+
+A job's environment is one more condition, `environment=testnet`.  Jobs without it run only on servers that declare no
+environment, or PRODUCTION among others.
 """
 
 import re
@@ -10,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slotkeeper.errors import InvalidJob
-from slotkeeper.registry.values import Server, format_attribute, format_number
+from slotkeeper.jobs.values import ENVIRONMENT, PRODUCTION
+from slotkeeper.registry.values import VALUE_PATTERN, Server, format_attribute, format_number
 
 NAME_PATTERN = "[A-Za-z][A-Za-z0-9_.-]{0,63}"
-VALUE_PATTERN = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
 _NAME, _VALUE = re.compile(NAME_PATTERN), re.compile(VALUE_PATTERN)
 _MOST_CONDITIONS, _MOST_CHOICES, _MOST_ATTRIBUTES = 20, 50, 50
 _VALUE_SCHEMAS: list[dict[str, Any]] = [
@@ -25,27 +28,53 @@ CHOICE_SCHEMAS = [
     {"type": "array", "items": {"anyOf": _VALUE_SCHEMAS}, "minItems": 1, "maxItems": _MOST_CHOICES},
 ]
 """JSON Schemas of an attribute, and of a condition that names values: one value, or several."""
+_ENVIRONMENT_LINE = f"{ENVIRONMENT}="
 _BOUNDS = {"min": ">=", "max": "<="}
 _DECIMAL = re.compile(r"-?[0-9][0-9.]*(?:[eE][-+]?[0-9]*)?")
 _CONDITION = re.compile(r"([^<>=]+)([<>]?=)(.*)")
 
 
-def encode_constraints(constraints: Mapping[str, Any] | None) -> str:
-    """The conditions as text; "": none.  Raises InvalidJob, which says what is wrong and how it should be written."""
+def encode_constraints(constraints: Mapping[str, Any] | None, environment: str = PRODUCTION) -> str:
+    """The conditions as text; "": none.  Raises InvalidJob, which says what is wrong and how it should be written.
+
+    environment: of the job.  PRODUCTION is no condition: all servers have it that declare no environment.
+    """
     if constraints is None:
-        return ""
+        constraints = {}
     if not isinstance(constraints, Mapping) or len(constraints) > _MOST_CONDITIONS:
         raise InvalidJob("constraints", f"constraints must be an object of at most {_MOST_CONDITIONS} names")
     for name in constraints:
         _check_name(name, "constraints")
+    if ENVIRONMENT in constraints:
+        raise InvalidJob("constraints", f"constraints.{ENVIRONMENT}: set `environment` of the job instead")
+    if environment != PRODUCTION:
+        constraints = {**constraints, ENVIRONMENT: check_environment(environment)}
     return "\n".join(line for name in sorted(constraints) for line in _conditions(name, constraints[name]))
 
 
+def check_environment(environment: Any) -> str:
+    """Return the name of an environment.  Raises InvalidJob."""
+    if not isinstance(environment, str) or not _VALUE.fullmatch(environment):
+        raise InvalidJob(ENVIRONMENT, "environment: a name is 1 to 128 letters, digits or . _ : / + -")
+    return environment
+
+
+def environment_of(constraints: str) -> str:
+    """Return the environment of a job with these constraints."""
+    line = next((line for line in constraints.splitlines() if line.startswith(_ENVIRONMENT_LINE)), None)
+    return PRODUCTION if line is None else line.removeprefix(_ENVIRONMENT_LINE)
+
+
 def decode_constraints(constraints: str) -> dict[str, Any]:
-    """Constraints that `read_constraints` would make this text of.  One value stands alone, several as a list."""
+    """Return the constraints of which `encode_constraints` makes this text, without the environment.
+
+    One value stands alone, several as a list.
+    """
     shown: dict[str, Any] = {}
     for line in constraints.splitlines():
         name, operator, wanted = _parts(line)
+        if name == ENVIRONMENT:
+            continue
         if operator == "=":
             choices = wanted.split(",")
             shown[name] = choices if len(choices) > 1 else wanted
@@ -55,11 +84,12 @@ def decode_constraints(constraints: str) -> dict[str, Any]:
     return shown
 
 
-def no_server_message(model: str, constraints: str) -> str:
-    """That no server serves the model, or none meets the constraints, as a part of a sentence."""
-    if not constraints:
+def no_server_message(servers: Iterable[Server], model: str, constraints: str) -> str:
+    """That none of the servers serves the model, or meets the constraints, as a part of a sentence."""
+    if not any(model in server.endpoints for server in servers):
         return f"no server serves model {model!r}; `slotkeeper servers register` adds one"
-    return f"no known server of model {model!r} meets {constraints.replace(chr(10), ', ')}"
+    wanted = [*constraints.splitlines()] or [f"{_ENVIRONMENT_LINE}{PRODUCTION}"]
+    return f"no known server of model {model!r} meets {', '.join(wanted)}"
 
 
 def _conditions(name: str, wanted: Any) -> list[str]:
@@ -116,7 +146,10 @@ def meets(constraints: str, server: Server, model: str) -> bool:
 
 def unmet_conditions(constraints: str, server: Server, model: str) -> list[str]:
     """Return the conditions that the server does not meet."""
-    return [line for line in constraints.splitlines() if not _is_met(line, server, model)]
+    lines = constraints.splitlines()
+    if server.declared(model, ENVIRONMENT) is not None and environment_of(constraints) == PRODUCTION:
+        lines.append(f"{_ENVIRONMENT_LINE}{PRODUCTION}")
+    return [line for line in lines if not _is_met(line, server, model)]
 
 
 def eligible_servers(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:

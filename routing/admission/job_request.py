@@ -121,6 +121,14 @@ class JobRequest(BaseModel):
         description="Names and texts by which the client finds its jobs again; they change nothing.",
         examples=[{"team": "search", "run": "7"}],
     )
+    environment: Annotated[
+        str | None, Given("option", "--environment", "NAME", "Environment in which it runs.  [default: its tenant's]")
+    ] = Field(
+        None,
+        max_length=128,
+        description="Its server must declare it; not given: the first of its tenant's `environments`, or `production`.",
+        examples=["testnet"],
+    )
     ttl: Annotated[_Seconds, Given(None, "--ttl", help="Seconds after which the job expires.")] = Field(
         None, description="Seconds from now after which the job expires."
     )

@@ -13,7 +13,14 @@ from routing.admission.job_request import MODEL_PATTERN, REQUEST_FIELDS, JobRequ
 from routing.admission.labels import encode_labels
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.values import PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, NewJob, new_job_id
+from slotkeeper.jobs.values import (
+    PRIORITY_DEFAULT,
+    PRIORITY_LEAST_URGENT,
+    PRIORITY_MOST_URGENT,
+    PRODUCTION,
+    NewJob,
+    new_job_id,
+)
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
@@ -78,8 +85,13 @@ class error_index:
             error.facts["index"] = self.index
 
 
-def prepare_job(submission: Submission, model: Model, check_url: UrlCheck, now_ms: int) -> NewJob:
-    """Return the job to accept.  Raises InvalidJob, which names the field and the remedy."""
+def prepare_job(
+    submission: Submission, model: Model, check_url: UrlCheck, now_ms: int, environment: str = PRODUCTION
+) -> NewJob:
+    """Return the job to accept.  Raises InvalidJob, which names the field and the remedy.
+
+    environment: of a request that names none.
+    """
     request = submission.request
     payload = encode_payload(request.payload, model.config.max_payload_bytes)
     if request.callback_url is not None:
@@ -106,7 +118,7 @@ def prepare_job(submission: Submission, model: Model, check_url: UrlCheck, now_m
         fingerprint=_fingerprint(submission, payload) if submission.idempotency_key else "",
         source=submission.source,
         envelope=submission.envelope,
-        constraints=encode_constraints(request.constraints),
+        constraints=encode_constraints(request.constraints, request.environment or environment),
         labels=encode_labels(request.labels),
         traceparent=trace_context.parse_traceparent(submission.traceparent),
         batch=submission.batch,

@@ -167,7 +167,7 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
     for index, job in enumerate(request.jobs):
         refuses = context.catalog.resolve(job.model).config.unmatched == "refuse"
         if refuses and job.constraints and not has_eligible_server(job, context.catalog):
-            why = constraints.no_server_message(job.model, job.constraints)
+            why = constraints.no_server_message(context.catalog.servers.values(), job.model, job.constraints)
             with error_index(index):
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
     return ()
@@ -180,7 +180,7 @@ def check_allowed(request: AdmissionRequest, context: LimitContext) -> Iterable[
     """Refuse jobs of a model, a priority or a size that their tenant may not submit."""
     for index, job in enumerate(request.jobs):
         limits = context.catalog.limits_of(job.tenant)
-        if limits is not NO_LIMITS:
+        if limits is not NO_LIMITS or job.constraints:
             with error_index(index):
                 _check_job(job, limits)
     return ()
@@ -195,6 +195,10 @@ def _check_job(job: NewJob, limits: TenantLimits) -> None:
         allowed = f"{limits.most_urgent} to {PRIORITY_LEAST_URGENT}"
         detail = f"Tenant {job.tenant!r} may use priorities {allowed}; {ask}, or send {limits.most_urgent}."
         raise InvalidJob("priority", detail)
+    if constraints.environment_of(job.constraints) not in limits.allowed_environments:
+        allowed = ", ".join(limits.allowed_environments)
+        detail = f"Jobs of tenant {job.tenant!r} may run in these environments: {allowed}; {ask}, or send another."
+        raise InvalidJob("environment", detail)
     if limits.max_payload_bytes is not None and len(job.payload.encode()) > limits.max_payload_bytes:
         detail = f"Payloads of tenant {job.tenant!r} may have {limits.max_payload_bytes} bytes; {ask}, or send less."
         raise InvalidJob("payload", detail)

@@ -139,7 +139,8 @@ class Dispatcher:
         for index, submission in enumerate(submissions):
             with error_index(index):
                 model = catalog.resolve(submission.request.model)
-                new.append(prepare_job(submission, model, self._check_url, now))
+                environment = catalog.limits_of(submission.tenant).allowed_environments[0]
+                new.append(prepare_job(submission, model, self._check_url, now, environment))
         notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
@@ -376,7 +377,8 @@ def _make_notice(job: NewJob, catalog: CatalogSnapshot) -> str | None:
     """Return what the client of a job should know: no server that is registered can run it."""
     if has_eligible_server(job, catalog):
         return None
-    return f"At present {constraints.no_server_message(job.model, job.constraints)}; the job waits until one does."
+    why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
+    return f"At present {why}; the job waits until one does."
 
 
 def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:

@@ -270,7 +270,9 @@ def _blockers_of_servers(job: Job, candidates: Sequence[_Candidate], ahead: int)
         return []
     eligible = [one for one in candidates if constraints.meets(job.constraints, one.server, job.model)]
     if not eligible:
-        return [Blocker("constraints_unmet", constraints.no_server_message(job.model, job.constraints), job.model)]
+        servers = [candidate.server for candidate in candidates]
+        sentence = constraints.no_server_message(servers, job.model, job.constraints)
+        return [Blocker("constraints_unmet", sentence, job.model)]
     eligible.sort(key=lambda one: one.server.name)
     in_use = [one for one in eligible if one.blocked_by in ("busy", "withheld")]
     running = sum(

@@ -15,7 +15,7 @@ from slotkeeper.jobs import closed_models, events
 from slotkeeper.jobs.statements import JOB_STATE
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.tables import idempotency_keys, jobs
-from slotkeeper.jobs.values import SAME_REQUEST_FIELDS, SPEC_FIELDS, AcceptedJob, NewJob
+from slotkeeper.jobs.values import SAME_REQUEST_FIELDS, SPEC_FIELDS, AcceptedJob, NewJob, without_environment
 
 Row: TypeAlias = Any
 
@@ -124,7 +124,10 @@ def _check_same_request(connection: Connection, job: NewJob) -> Row:
     """Return the job that has this id.  Raises IdempotencyConflict if another request was accepted under it."""
     row = _FIND_REQUEST.fetch_first(connection, {"p_id": job.id})
     for name in _REQUEST_FIELDS:
-        if getattr(row, name) != getattr(job, name):
+        known, sent = getattr(row, name), getattr(job, name)
+        if name == "constraints" and known != sent:  # A changed default of the tenant makes no other request.
+            known, sent = without_environment(known), without_environment(sent)
+        if known != sent:
             raise IdempotencyConflict(
                 f"There is a job {job.id!r} already, which differs in its {name}; "
                 "send the same request again, or take a new id.",

@@ -14,6 +14,15 @@ from slotkeeper.jobs.states import Reason, State
 PRIORITY_MOST_URGENT, PRIORITY_DEFAULT, PRIORITY_LEAST_URGENT = 1, 5, 9
 
 
+ENVIRONMENT, PRODUCTION = "environment", "production"
+"""The condition of a job, and attribute of a server, that keeps jobs apart; and what counts where neither says any."""
+
+
+def without_environment(constraints: str) -> str:
+    """Return constraints without the line of an environment, which may be the default of the job's tenant."""
+    return "\n".join(line for line in constraints.splitlines() if not line.startswith(f"{ENVIRONMENT}="))
+
+
 def new_job_id() -> str:
     """Return a UUIDv7: unique, and roughly sorted by time, which keeps the index of ids dense."""
     return str(uuid_utils.uuid7())

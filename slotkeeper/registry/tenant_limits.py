@@ -3,15 +3,17 @@
 A new limit is a field here, and a row of routing/admission/submit_limits.py: LIMITS.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slotkeeper.errors import InvalidRequest
-from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT
+from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, PRODUCTION
+from slotkeeper.registry.values import VALUE_PATTERN
 
+_ONLY_PRODUCTION = (PRODUCTION,)
 MAX_PER_S = 1_000_000
 
 
@@ -59,7 +61,18 @@ class TenantLimits(RateLimit):
         description="The most urgent priority that it may use; 1 is the most urgent of all.",
     )
     max_waiting: int | None = Field(None, ge=1, description="Jobs that may wait, of all models together.")
+    environments: list[Annotated[str, Field(pattern=f"^{VALUE_PATTERN}$")]] | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="Environments that its jobs may name; the first is that of jobs that name none.  null: production.",
+    )
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
+
+    @property
+    def allowed_environments(self) -> Sequence[str]:
+        """Return the environments that its jobs may name."""
+        return self.environments or _ONLY_PRODUCTION
 
 
 NO_LIMITS = TenantLimits()

@@ -18,6 +18,8 @@ class AdminState(StrEnum):
     FROZEN = "frozen"
 
 
+VALUE_PATTERN = "[A-Za-z0-9-][A-Za-z0-9._:/+ -]{0,127}"
+"""The text of a value of a server's attribute."""
 STOPPED_STATES = frozenset({AdminState.PAUSED, AdminState.FROZEN})
 """Of a model or tenant: none of its jobs is started."""
 CLOSED_STATES = frozenset({AdminState.DRAINING, AdminState.FROZEN})

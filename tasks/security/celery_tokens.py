@@ -1,7 +1,7 @@
 """Tokens in Celery's messages: for which tenant, and with which key, a message submits a job.
 
-A broker keeps messages, for all to read who can read the broker.  So a message has a token in place of a key: it submits
-jobs by Celery and does nothing else, it expires, and it is valid only while its key is.  Nothing is stored for a token.
+A broker keeps messages, for all to read who can read the broker.  So a message has a token in place of a key: it
+submits jobs by Celery and does nothing else, it ends, and it is valid only while its key is.  Nothing is stored of it.
 """
 
 from hashlib import sha256

@@ -16,7 +16,7 @@ local function kinds_that_run(model, constraints)
   if kinds_read[name] then return kinds_read[name] end
   local found = {}
   for _, kind in ipairs(redis.call("SMEMBERS", model_kinds_key(model))) do
-    if constraints == "" or meets_constraints(constraints, get_field(KINDS, kind), model) then
+    if meets_constraints(constraints, get_field(KINDS, kind), model) then
       found[#found + 1] = kind
     end
   end
@@ -62,7 +62,7 @@ local function add_group(group)
   local model = model_of(group)
   redis.call("HSET", GROUPS, group, "")
   if redis.call("SADD", model_groups_key(model), group) == 0 or has_many_kinds() then return end
-  for _, kind in ipairs(kinds_that_run(model, "")) do mark_ready(kind) end
+  for _, kind in ipairs(redis.call("SMEMBERS", model_kinds_key(model))) do mark_ready(kind) end
 end
 
 -- Set a class's place in its group by its first lane.

@@ -8,7 +8,7 @@ from redis.connection import AbstractConnection
 from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
 from routing.admission.submit_limits import Limit, Phase
-from slotkeeper.errors import InvalidJob, TooManyRequests
+from slotkeeper.errors import IdempotencyConflict, InvalidJob, TooManyRequests
 from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Tenant
 from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit
 from slotkeeper.registry.tenants import Tenants
@@ -163,6 +163,37 @@ def test_a_tenant_submits_what_it_may(stage, limits, asked, field, remedy):
         check(stage, [stage.a(), stage.a(tenant="acme", **asked)])
     assert (refused.value.field, refused.value.facts["index"]) == (field, 1)
     check(stage, [stage.a(tenant="other", **asked)])
+
+
+def test_a_job_runs_in_an_environment_of_its_tenant_and_in_the_first_if_it_names_none(stage):
+    stage.register(1)
+    stage.limited("acme", environments=["testnet", "production"])
+    stage.limited("other")
+    job_of = {
+        name: stage.submit(tenant="acme", **named)
+        for name, named in (
+            ("none", {}),
+            ("production", {"environment": "production"}),
+            ("testnet", {"environment": "testnet"}),
+        )
+    }
+    found = {name: stage.store.get(job_id).constraints for name, job_id in job_of.items()}
+    assert found == {"none": "environment=testnet", "production": "", "testnet": "environment=testnet"}
+    with pytest.raises(InvalidJob, match="'other' may run in these environments: production;") as refused:
+        stage.submit(tenant="other", environment="testnet")
+    assert refused.value.field == "environment"
+    with pytest.raises(InvalidJob, match="these environments: testnet, production"):
+        stage.submit(tenant="acme", environment="canary")
+
+
+def test_a_changed_default_environment_makes_no_other_request_of_a_repeated_one(stage):
+    stage.register(1)
+    stage.limited("acme", environments=["testnet"])
+    first = stage.submit(tenant="acme", id="one")
+    stage.limited("acme", environments=["production"])
+    assert stage.submit(tenant="acme", id="one") == first
+    with pytest.raises(IdempotencyConflict, match="constraints"):
+        stage.submit(tenant="acme", id="one", constraints={"gpu": "A100"})
 
 
 def test_limits_of_the_installation_are_those_of_each_tenant_without_its_own(stage):

@@ -26,14 +26,17 @@ ranges = st.dictionaries(st.sampled_from(("min", "max")), numbers, min_size=1)
 constraints = st.dictionaries(
     st.sampled_from(NAMES), st.one_of(values, st.lists(values, min_size=1, max_size=3), ranges), max_size=3
 )
-declared = st.dictionaries(
-    st.sampled_from(NAMES), st.one_of(values, st.lists(values, min_size=1, max_size=3)), max_size=5
+environments = st.sampled_from(("production", "testnet", "canary"))
+declared = st.builds(
+    lambda names, environment: names | ({"environment": environment} if environment else {}),
+    st.dictionaries(st.sampled_from(NAMES), st.one_of(values, st.lists(values, min_size=1, max_size=3)), max_size=5),
+    st.lists(environments, max_size=2),
 )
 
 
-def check(client: Redis, asked: dict, own: dict, of_model: dict, model: str) -> None:
+def check(client: Redis, asked: dict, environment: str, own: dict, of_model: dict, model: str) -> None:
     try:
-        constraints, attributes = encode_constraints(asked), parse_attributes(own)
+        constraints, attributes = encode_constraints(asked, environment), parse_attributes(own)
         attributes |= {f"{model}:{name}": value for name, value in parse_attributes(of_model).items()}
     except InvalidJob:
         return
@@ -52,13 +55,17 @@ def test_the_script_and_the_policy_agree_on_whether_a_server_meets_what_a_job_ne
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(asked=constraints, own=declared, of_model=declared, model=st.sampled_from(MODELS))
-    @example({"memory": {"min": 10}}, {"memory": "0x10"}, {}, "zimg")
-    @example({"memory": {"min": 10}}, {"memory": "1_000"}, {}, "zimg")
-    @example({"memory": {"min": 10}}, {"memory": "nan"}, {}, "zimg")
-    @example({"memory": {"max": 1000}}, {"memory": "-inf"}, {}, "zimg")
-    @example({"memory": {"min": 1}}, {"memory": "1e3"}, {"memory": 0}, "zimg")
-    def agree(asked, own, of_model, model):
-        check(client, asked, own, of_model, model)
+    @given(asked=constraints, environment=environments, own=declared, of_model=declared, model=st.sampled_from(MODELS))
+    @example({"memory": {"min": 10}}, "production", {"memory": "0x10"}, {}, "zimg")
+    @example({"memory": {"min": 10}}, "production", {"memory": "1_000"}, {}, "zimg")
+    @example({"memory": {"min": 10}}, "production", {"memory": "nan"}, {}, "zimg")
+    @example({"memory": {"max": 1000}}, "production", {"memory": "-inf"}, {}, "zimg")
+    @example({"memory": {"min": 1}}, "production", {"memory": "1e3"}, {"memory": 0}, "zimg")
+    @example({}, "production", {"environment": "testnet"}, {}, "zimg")
+    @example({}, "production", {"environment": "testnet"}, {"environment": ["testnet", "production"]}, "zimg")
+    @example({}, "testnet", {"environment": "production"}, {}, "zimg")
+    @example({}, "testnet", {}, {}, "zimg")
+    def agree(asked, environment, own, of_model, model):
+        check(client, asked, environment, own, of_model, model)
 
     agree()

@@ -114,9 +114,7 @@ def test_a_token_opens_nothing_but_celery(operator: HttpApi, token: str) -> None
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
 
 
-def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(
-    operator: HttpApi, bare: Celery, token: str
-) -> None:
+def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(operator: HttpApi, bare: Celery, token: str) -> None:
     """Only the first messages have a token: the body of the chord is sent at the end of its parts."""
     from celery import chain, chord, group
 

@@ -1,0 +1,59 @@
+"""Jobs of an environment run only on servers that declare it."""
+
+import pytest
+from redis import Redis
+
+from routing.admission.constraints import encode_constraints, environment_of, unmet_conditions
+from slotkeeper.errors import InvalidJob
+from slotkeeper.registry.values import Server as CatalogServer
+from tests.support.room import Room, Server, a
+
+TESTNET = encode_constraints(None, "testnet")
+
+
+def _on(room: Room, job: str, constraints: str = "") -> list[str]:
+    return [offer.server for offer in room.enqueue(a(job, int(job[1:]), constraints=constraints))]
+
+
+def test_production_is_no_condition_and_another_environment_is_one() -> None:
+    assert (encode_constraints(None), encode_constraints(None, "production"), TESTNET) == (
+        "",
+        "",
+        "environment=testnet",
+    )
+    assert (environment_of(""), environment_of("cpu=arm\nenvironment=testnet\ngpu=H100")) == ("production", "testnet")
+    assert environment_of("my-environment=testnet") == "production"
+
+
+@pytest.mark.parametrize("constraints, environment", [({"environment": "testnet"}, "production"), ({}, "a,b")])
+def test_an_environment_is_named_by_its_own_field_and_well(constraints: dict[str, str], environment: str) -> None:
+    with pytest.raises(InvalidJob, match="environment"):
+        encode_constraints(constraints, environment)
+
+
+def test_a_job_runs_only_in_its_environment(client: Redis) -> None:
+    room = Room(client).with_servers(
+        Server("test", attributes={"environment": "testnet"}),
+        Server("both", attributes={"environment": "testnet,production"}),
+        Server("open"),
+    )
+    assert _on(room, "j1", TESTNET) == ["test"], "the one that is free for longest"
+    assert _on(room, "j2", TESTNET) == ["both"]
+    assert _on(room, "j3", TESTNET) == [], "a server that declares none is for production"
+    assert _on(room, "j4") == ["open"]
+    assert _on(room, "j5") == []
+
+
+def test_many_free_servers_of_another_environment_keep_no_job_from_its_server(client: Redis) -> None:
+    """They are of another kind, so the offer does not read them."""
+    others = [Server(f"test{n:02}", attributes={"environment": "testnet"}) for n in range(40)]
+    room = Room(client).with_servers(*others, Server("open"))
+    assert _on(room, "j1") == ["open"]
+    assert len(_on(room, "j2", TESTNET)) == 1
+
+
+def test_a_model_may_have_an_environment_of_its_own_at_a_server() -> None:
+    server = CatalogServer("gpu", "zimg", 1, "online", {"zimg": "", "flux": ""}, 0, {"zimg:environment": "testnet"})
+    assert unmet_conditions("", server, "zimg") == ["environment=production"]
+    assert unmet_conditions("", server, "flux") == unmet_conditions(TESTNET, server, "zimg") == []
+    assert unmet_conditions(TESTNET, server, "flux") == ["environment=testnet"]

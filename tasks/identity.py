@@ -10,46 +10,22 @@ The first is protection.  The last is attribution: such a process has the databa
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
-
-from celery.signals import before_task_publish
 
 from routing.config import RoutingSettings
 from slotkeeper.clock import now_ms
-from slotkeeper.errors import InvalidJob, Unauthorized
+from slotkeeper.errors import Unauthorized
 from slotkeeper.process import singleton
 from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
-from tasks.security.celery_tokens import TokenSubject, make_token, read_token
+from tasks.security.celery_tokens import TokenSubject, read_token
 from tasks.services import database
+from tasks.step_tokens import TOKEN_HEADER, current_subject
 
-TOKEN_HEADER = "slotkeeper_token"
 _MAX_FOUND = 10_000  # keys
-_STEP_TOKEN_MS = 86_400_000  # as long as the result backend keeps results
-
-_acting: ContextVar[TokenSubject | None] = ContextVar("slotkeeper_acting", default=None)
-
-
-@contextmanager
-def acting_for(tenant: str, key_id: str | None) -> Iterator[None]:
-    """What is sent meanwhile is sent for this tenant with this key: calls of `infer`, and messages to any task."""
-    token = _acting.set(TokenSubject(tenant, key_id))
-    try:
-        yield
-    finally:
-        _acting.reset(token)
-
-
-@before_task_publish.connect
-def _add_token(headers: dict[str, Any] | None = None, **_: object) -> None:
-    subject = _acting.get()
-    if subject is not None and headers is not None and TaskSettings().require_keys:
-        headers.setdefault(TOKEN_HEADER, make_token(subject, now_ms() + _STEP_TOKEN_MS))
 
 
 def identify_message(headers: Mapping[str, Any] | None) -> Identity:
@@ -70,7 +46,7 @@ def identify_caller(headers: Mapping[str, Any] | None) -> Identity:
     settings = TaskSettings()
     if not settings.require_keys:
         return LOCAL_IDENTITY
-    if (subject := _acting.get()) is not None:
+    if (subject := current_subject()) is not None:
         return _identify(subject)
     caller = celery.current_worker_task
     token = (headers or {}).get(TOKEN_HEADER) or (caller and (caller.request.headers or {}).get(TOKEN_HEADER))
@@ -79,13 +55,6 @@ def identify_caller(headers: Mapping[str, Any] | None) -> Identity:
     if not settings.key:
         raise Unauthorized("This installation requires keys: set SLOTKEEPER_KEY to one with the scope submit.")
     return _check(_lookups().find(settings.key), "The key in SLOTKEEPER_KEY is not valid.")
-
-
-def tenant_of_job(sender: Identity, named: str | None) -> str:
-    """Return the tenant of a job: the named one, or else the sender's.  Raises InvalidJob: it may not submit for it."""
-    if named is None or sender.may_act_for(named):
-        return named or sender.tenant.name
-    raise InvalidJob("tenant", f"this key is of tenant {sender.tenant.name!r} and may not submit for {named!r}")
 
 
 def _identify(subject: TokenSubject) -> Identity:

@@ -25,11 +25,12 @@ from tasks import offer_messages
 from tasks import options as call_options
 from tasks.celery_app import celery
 from tasks.extensions.control import cancel_queue, is_revoked
-from tasks.identity import TOKEN_HEADER, identify_caller, identify_message
+from tasks.identity import identify_caller, identify_message
 from tasks.offer_messages import is_wake_up
 from tasks.results import UNAVAILABLE, notify_refusal
 from tasks.retries import RetriedTask
 from tasks.services import dispatcher
+from tasks.step_tokens import TOKEN_HEADER
 from tasks.worker.worker import this_worker
 
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from routing.admission.submission import Submission
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.identity import Identity
 from tasks import offer_messages
-from tasks.identity import tenant_of_job
 
 _MAX_TENANT_CHARS = 200
 _MAX_ENVELOPE_BYTES = 1 << 20
@@ -100,7 +99,7 @@ def read_submission(
         delay_s, not_before_ms = given["countdown"], None
     requested = {name: value for name, value in arguments.items() if name in _REQUEST_FIELDS}
     header_fields = {name: value for name, value in arguments.items() if name in _HEADER_FIELDS}
-    header_fields["tenant"] = tenant_of_job(sender, header_fields.get("tenant"))
+    header_fields["tenant"] = sender.tenant_of_job(header_fields.get("tenant"))
     return Submission(
         # model_construct: `prepare_job` validates the values.
         JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),

@@ -42,8 +42,8 @@ from slotkeeper.outbox.result_notifications import ResultNotification, ResultNot
 from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
-from tasks.identity import acting_for
 from tasks.offer_messages import publish_queue
+from tasks.step_tokens import acting_for
 from tasks.threads import WorkQueue
 
 log = structlog.get_logger(__name__)

@@ -20,7 +20,6 @@ from slotkeeper.registry.model_config import ModelConfig
 from tasks.celery_app import celery
 from tasks.server_adapters import keeps_results
 
-_JITTER_DIVISOR = 5  # The jitter is a fifth of the wait: ±10 %.
 _RETRIED_KINDS = frozenset({OutcomeKind.RETRY, OutcomeKind.CANCELED})  # CANCELED: by the server, unasked
 
 
@@ -56,6 +55,7 @@ def with_task_options(config: ModelConfig) -> ModelConfig:
         "max_retries": max_retries if issubclass(ServerFault, tuple(task.autoretry_for)) else 0,
         "retry_backoff": float(task.retry_backoff),
         "retry_backoff_max": float(task.retry_backoff_max),
+        "retry_jitter": config.retry_jitter if task.retry_jitter else 0.0,
     }
     return config.model_copy(update={name: options[name] for name in options.keys() - config.model_fields_set})
 
@@ -64,16 +64,15 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
     """Return the seconds to wait after the failure number `failures` (0: the first).
 
     config: with the task's options (`with_task_options`).  retry_after_s: the server's Retry-After, which counts if it
-    is longer, up to `retry_backoff_max`.  The task's `retry_jitter` spreads the wait by ±10 %.
+    is longer, up to `retry_backoff_max`.
     """
     longest_ms, requested_ms = round(config.retry_backoff_max * 1000), round((retry_after_s or 0.0) * 1000)
     factor_ms = max(round(config.retry_backoff * 1000), 1)  # 0 doubled is 0: the job would use up its retries at once.
     doubled_ms = get_exponential_backoff_interval(factor_ms, failures, longest_ms)
     wait_ms = max(doubled_ms, min(requested_ms, longest_ms))
-    if retry_task().retry_jitter:
-        # Celery's full jitter of the whole wait would halve the time for which the retries bridge an outage.
-        spread_ms = wait_ms // _JITTER_DIVISOR
-        wait_ms += get_exponential_backoff_interval(spread_ms, 0, spread_ms, full_jitter=True) - spread_ms // 2
+    # Celery's full jitter of the whole wait would halve the time for which the retries bridge an outage.
+    spread_ms = round(2 * config.retry_jitter * wait_ms)
+    wait_ms += get_exponential_backoff_interval(spread_ms, 0, spread_ms, full_jitter=True) - spread_ms // 2
     return wait_ms / 1000
 
 

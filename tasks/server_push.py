@@ -17,6 +17,7 @@ from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from slotkeeper.process import singleton
+from slotkeeper.registry.run_config import apply_terms
 from tasks import retries
 from tasks.config import TaskSettings
 from tasks.security.keyring import callback_keys
@@ -150,7 +151,8 @@ def apply_push(job: Job, outcome: Outcome) -> bool:
     active = active_run_of(dispatcher(), job)
     if active is None:
         return False
-    config, canceling = dispatcher().catalog.resolve(job.model).config, active.run.cancel_requested
+    config = apply_terms(dispatcher().catalog.resolve(job.model).config, job.terms)
+    canceling = active.run.cancel_requested
     decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
     return end_run(dispatcher(), active, decision) is not None
 

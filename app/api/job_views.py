@@ -8,6 +8,7 @@ from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import scope, visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
+from app.payloads import read_payload
 from app.problems import printable_text
 from app.request_deadline import answered_in_time
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
@@ -65,7 +66,8 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     if query.wait and job.finished_ms is None:
         # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
         defer(request.environ, WaitForJob(job.id, query.wait))
-    return JobDetail.build(job, **position_fields(job.state, _position_of(job)))
+    payload = read_payload(job) if query.include else None
+    return JobDetail.build(job, payload=payload, **position_fields(job.state, _position_of(job)))
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})

@@ -28,7 +28,7 @@ from app.terminal import console, echo, escape_line
 
 _MAX_BATCHES = 50
 _STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
-_HIDDEN_FIELDS = ("links", "deduplicated", "result", "error", "last_error", "cancel_requested")
+_HIDDEN_FIELDS = ("links", "deduplicated", "result", "payload", "error", "last_error", "cancel_requested")
 
 
 @click.group()
@@ -210,9 +210,10 @@ def _error_code(job: Job) -> str | None:
 @click.command("job")
 @click.argument("job_id", metavar="ID")
 @click.option("--wait", is_flag=True, help="Wait until the job ends.")
+@click.option("--payload", "with_payload", is_flag=True, help="Show what was submitted, too.")
 @output_option
 @json_option
-def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> None:
+def show_job(job_id: str, wait: bool, with_payload: bool, output: Path | None, as_json: bool) -> None:
     """Show a job and its result.
 
     With --wait the exit status is 0 only if the job completed, and 3 if its state is unknown.
@@ -221,6 +222,8 @@ def show_job(job_id: str, wait: bool, output: Path | None, as_json: bool) -> Non
     job = dict(api.get_job(job_id, patience_s=0))
     if wait:
         (job,) = wait_for_jobs(api, [job])
+    if with_payload:
+        job = api.get(f"/queue/jobs/{path_segment(str(job['job_id']))}", include="payload")
     is_saved = output is None or save_result(job, output)
     if as_json:
         print_json(job)
@@ -237,6 +240,9 @@ def print_job(job: Job) -> None:
     for name in ("error", "last_error"):
         if job.get(name):
             echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {escape_line(job[name]['message'])}")
+    if job.get("payload") is not None:
+        echo("payload:")
+        print_json(job["payload"])
     if job.get("result") is not None:
         echo("result:")
         print_json(without_files(job["result"]))

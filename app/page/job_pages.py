@@ -11,6 +11,7 @@ from app.context import dispatcher
 from app.page.layout import form
 from app.page.login import PageError, page_view
 from app.page.rendering import json_preview, render_page, segment
+from app.payloads import is_own, read_payload
 from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
 from app.schemas.job_schemas import BatchPath, BatchQuery, DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
@@ -58,6 +59,8 @@ def job(job_id: str) -> Any:
     stored = jobs_api.visible_job(job_id)
     if stored.id != job_id:
         return redirect(f"/page/jobs/{segment(stored.id)}", 303)
+    if _query_value("payload"):  # By itself: the page reads a job again and again, and each look is noted.
+        return Response(json_preview(read_payload(stored)), content_type="text/plain; charset=utf-8")
     path = JobPath(job_id=job_id)
     events, at_ms = dispatcher().store.list_events(job_id), now_ms()
     result, files = _result_of(stored)
@@ -65,7 +68,7 @@ def job(job_id: str) -> Any:
     return render_page(
         "job.html",
         job=jobs_api.get_job(path, WaitQuery(wait=0)),
-        payload=stored.payload,
+        payload=json_preview(read_payload(stored)) if is_own(stored) else None,
         remote_id=stored.remote_id,
         source=stored.source,
         explanation=None if stored.state in FINAL_STATES else jobs_api.explain_job(path),

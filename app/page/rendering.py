@@ -52,7 +52,6 @@ def _templates() -> Environment:
         "short_id": short_id,
         "number": number,
         "percent": percent,
-        "pretty_json": pretty_json,
         "plural": plural,
         "segment": segment,
         "sentence": sentence,
@@ -143,11 +142,6 @@ def segment(text: str) -> str:
 def sentence(text: str) -> str:
     """Return the text as a sentence, with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
-
-
-def pretty_json(text: str) -> str:
-    """Format a JSON text with indentation; cut a long one."""
-    return json_preview(json_text.loads(text))
 
 
 def json_preview(value: Any) -> str:

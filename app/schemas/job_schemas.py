@@ -14,6 +14,7 @@ from routing.queries import explain, job_timeline
 from routing.queries.job_list import Batch
 from routing.queries.positions import QueuePosition, StartEstimate
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.terms import OnFailure, decode_terms
 from slotkeeper.jobs.values import AcceptedJob, Job
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 from slotkeeper.urls import mask_url
@@ -68,6 +69,9 @@ class JobPath(Schema):
 class WaitQuery(Schema):
     wait: float = Field(
         0, ge=0, le=60, description="Seconds to wait for the end of the job before the response is sent."
+    )
+    include: Literal["payload"] | None = Field(
+        None, description="What the response has besides: the payload that was submitted."
     )
 
 
@@ -130,6 +134,11 @@ def job_error(job: Job) -> dict[str, Any] | None:
     return JobError.build(code=code, message=job.error_message, last_code=job.error_code)
 
 
+def _on_failure(job: Job) -> dict[str, Any] | None:
+    on_failure = decode_terms(job.terms).on_failure
+    return None if on_failure is None else on_failure.model_dump(exclude_none=True)
+
+
 def _server_or_slot(job: Job, name: str | None) -> str | None:
     """Return `name`, a server or slot, if the job has it or had it at its end."""
     return name if job.state is State.RUNNING or job.state in FINAL_STATES else None
@@ -186,6 +195,10 @@ class JobView(ResponseSchema, source=Job):
         description="Its server must declare it; `production`: or declare none."
     )
     labels: Annotated[dict[str, str], From(lambda job: decode_labels(job.labels))]
+    on_failure: Annotated[OnFailure | None, From(lambda job: _on_failure(job))] = Field(
+        description="How it is retried, where it differs from its model's configuration; null: in nothing."
+    )
+    expected_output: Annotated[int | None, From(lambda job: decode_terms(job.terms).expected_output)]
     tenant: str
     batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")
     attempts: int = Field(description="Number of runs that were started on a server.")
@@ -216,6 +229,10 @@ class JobDetail(JobView):
     next_step: Annotated[NextStep | None, PROVIDED] = _NEXT_STEP
     position: Annotated[int | None, PROVIDED] = _POSITION
     estimated_start_s: Annotated[float | None, PROVIDED] = _ESTIMATE
+    payload: Annotated[Any, PROVIDED] = Field(
+        description="With `include=payload`; null: not asked for.  Who operates sees that of another tenant without "
+        "what the model's `redact` names, and the audit log notes it."
+    )
     # Copied as JSON text, without parsing.
     result: Annotated[Any, From(lambda job: None if job.result is None else orjson.Fragment(job.result))]
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from routing.admission.constraints import CHOICE_SCHEMAS
 from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
+from slotkeeper.jobs.terms import MAX_OUTPUT, OnFailure
 
 MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
 
@@ -27,6 +28,12 @@ class Given:
     option: str = ""
     metavar: str | None = None
     help: str = ""
+
+
+def _properties(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what the JSON Schema of an object says of its members."""
+    schema = model.model_json_schema()
+    return {name: schema[name] for name in ("properties", "additionalProperties")}
 
 
 _Priority = Annotated[
@@ -84,6 +91,15 @@ _Labels = Annotated[
 ]
 
 
+_OnFailure = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "object", **_properties(OnFailure)}, {"type": "null"}]}),
+]
+_Size = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_OUTPUT}, {"type": "null"}]})
+]
+
+
 class JobRequest(BaseModel):
     """What a client may ask for: the body of a submit, the arguments of Celery's `infer`, the options of the commands.
 
@@ -128,6 +144,18 @@ class JobRequest(BaseModel):
         max_length=128,
         description="Its server must declare it; not given: the first of its tenant's `environments`, or `production`.",
         examples=["testnet"],
+    )
+    on_failure: Annotated[_OnFailure, Given("option")] = Field(
+        None,
+        description="How it is retried, in place of its model's configuration, which is the most that it may ask for.",
+    )
+    expected_output: Annotated[
+        _Size,
+        Given("option", "--expected-output", "SIZE", "Expected size of the result, such as a number of tokens."),
+    ] = Field(
+        None,
+        description="Expected size of the result, in a unit of the model, such as tokens.  It is shown, and a "
+        "description may send it to the server.",
     )
     ttl: Annotated[_Seconds, Given(None, "--ttl", help="Seconds after which the job expires.")] = Field(
         None, description="Seconds from now after which the job expires."

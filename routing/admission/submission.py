@@ -13,6 +13,7 @@ from routing.admission.job_request import MODEL_PATTERN, REQUEST_FIELDS, JobRequ
 from routing.admission.labels import encode_labels
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.terms import MAX_OUTPUT, JobTerms
 from slotkeeper.jobs.values import (
     PRIORITY_DEFAULT,
     PRIORITY_LEAST_URGENT,
@@ -21,6 +22,7 @@ from slotkeeper.jobs.values import (
     NewJob,
     new_job_id,
 )
+from slotkeeper.registry.run_config import read_on_failure
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 
@@ -122,7 +124,20 @@ def prepare_job(
         labels=encode_labels(request.labels),
         traceparent=trace_context.parse_traceparent(submission.traceparent),
         batch=submission.batch,
+        terms=_terms(request, model),
     )
+
+
+def _terms(request: JobRequest, model: Model) -> str | None:
+    """Return the terms of a job as they are stored.  Raises InvalidJob: its model does not allow them."""
+    if request.on_failure is None and request.expected_output is None:
+        return None
+    on_failure, size = request.on_failure, request.expected_output
+    if on_failure is not None:
+        on_failure = read_on_failure(on_failure, model.name, model.config)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_OUTPUT):
+        raise InvalidJob("expected_output", f"expected_output must be a whole number from 1 to {MAX_OUTPUT}")
+    return JobTerms(on_failure=on_failure, expected_output=size).encode()
 
 
 def encode_payload(payload: Any, limit: int) -> str:

@@ -402,6 +402,7 @@ def active_run_of(dispatcher: Dispatcher, job: Job) -> ActiveRun | None:
         described_by=job.described_by,
         sent_to=job.sent_to,
         traceparent=job.traceparent,
+        terms=job.terms,
         last_error=job.error,
     )
     fleet = dispatcher.catalog.resolve(job.model).fleet

@@ -21,6 +21,7 @@ from slotkeeper.crash_points import crash_at
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Job, JobError, Quarantine
 from slotkeeper.process_locks import ProcessLocks
+from slotkeeper.registry.run_config import apply_terms
 
 log = structlog.get_logger(__name__)
 
@@ -207,7 +208,8 @@ def _end_lost_run(dispatcher: Dispatcher, seized: Lease, job: Job, how: str) -> 
     server joins it to the run, answers from memory, or says that it is busy, and then the job returns to its lane.  A
     worker that was stopping, and ended before it had handed the job over, costs the job nothing.
     """
-    active, config = active_run_of(dispatcher, job), dispatcher.catalog.resolve(job.model).config
+    active = active_run_of(dispatcher, job)
+    config = apply_terms(dispatcher.catalog.resolve(job.model).config, job.terms)
     if active is not None and is_stopping(dispatcher.leases.scripts, active.lease.owner):
         decision = decide(active.run, StopReason.STOPPED, config, dispatcher.settings, now_ms(), canceling=False)
     else:
@@ -234,7 +236,7 @@ def end_unknown_run(dispatcher: Dispatcher, job: Job) -> bool:
     if current is None or current.requested_ms != job.requested_ms:
         return False
     decision = Decision(
-        crash_reason(job.crashes, dispatcher.catalog.resolve(job.model).config),
+        crash_reason(job.crashes, apply_terms(dispatcher.catalog.resolve(job.model).config, job.terms)),
         error=JobError("server_lost", f"Server {job.server} does not know the job any more."),
         resume_in_slot=True,  # The server may remember the result of a run that has ended.
     )

@@ -124,16 +124,19 @@ def _check_same_request(connection: Connection, job: NewJob) -> Row:
     """Return the job that has this id.  Raises IdempotencyConflict if another request was accepted under it."""
     row = _FIND_REQUEST.fetch_first(connection, {"p_id": job.id})
     for name in _REQUEST_FIELDS:
-        known, sent = getattr(row, name), getattr(job, name)
-        if name == "constraints" and known != sent:  # A changed default of the tenant makes no other request.
-            known, sent = without_environment(known), without_environment(sent)
-        if known != sent:
+        if not _is_same(name, getattr(row, name), getattr(job, name)):
             raise IdempotencyConflict(
                 f"There is a job {job.id!r} already, which differs in its {name}; "
                 "send the same request again, or take a new id.",
                 job_id=job.id,
             )
     return row
+
+
+def _is_same(field: str, known: Any, sent: Any) -> bool:
+    if field == "constraints":  # A changed default of the tenant makes no other request.
+        return without_environment(known) == without_environment(sent)
+    return bool(known == sent)
 
 
 # -- Idempotency-Keys --------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def run_from_row(row: Row, server: str, slot: str) -> Run:
         described_by=row.described_by,
         sent_to=row.sent_to,
         traceparent=row.traceparent,
+        terms=row.terms,
         last_error=stored_error(row.error_code, row.error_message),
     )
 

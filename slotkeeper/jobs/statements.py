@@ -73,7 +73,7 @@ _MOVED_COLUMNS = (
         )
     ),
 )
-_STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message)
+_STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message, jobs.c.terms)
 # A worker may die while its job goes on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
 _OF_MANY = frozenset({Reason.DUE, Reason.DEADLINE_PASSED, Reason.CANCEL_REQUESTED})

@@ -70,6 +70,7 @@ jobs = Table(
     Column("described_by", Text),  # how its run's server is called; see slotkeeper/registry/server_descriptions.py
     Column("traceparent", Text),  # of the trace in which it was submitted; see slotkeeper/trace_context.py
     Column("batch", Text),  # name of the batch in which it was submitted
+    Column("terms", Text),  # JSON of what few jobs have, see slotkeeper/jobs/terms.py; null: nothing
     Column("sent_to", Text),  # running, or to be resumed: its server's address when the run began
     CheckConstraint(one_of_check("state", [s.value for s in State]), name="state"),
     CheckConstraint("priority BETWEEN 1 AND 9", name="priority"),

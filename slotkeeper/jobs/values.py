@@ -53,6 +53,7 @@ class JobSpec:
     labels: str = field(default="", metadata=_SAME_REQUEST)  # in routing's canonical text
     traceparent: str | None = None  # of the client's trace
     batch: str | None = None  # name of the batch; None: it was submitted alone
+    terms: str | None = field(default=None, metadata=_SAME_REQUEST)  # JSON, see terms.py; None: it has none
 
 
 SPEC_FIELDS = tuple(spec_field.name for spec_field in fields(JobSpec))
@@ -154,6 +155,7 @@ class Run:
     described_by: str | None = None  # how its server is called; None: by the slot protocol
     traceparent: str | None = None
     sent_to: str | None = None  # its server's address when it began; None: unknown
+    terms: str | None = None  # as of its job
     last_error: JobError | None = None  # of the run before; None: this is the first, or the job was revived
     clock_offset_ms: int | None = field(default_factory=lambda: clock.offset_ms, compare=False)  # of its times
 

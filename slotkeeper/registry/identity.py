@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slotkeeper.errors import InvalidRequest, ScopeMissing
+from slotkeeper.errors import InvalidJob, InvalidRequest, ScopeMissing
 from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 
 
@@ -57,9 +57,11 @@ class Identity:
                 f"This needs a key with the scope {scope.value}, and this key has: {given}.", scope=scope.value
             )
 
-    def may_act_for(self, tenant: str) -> bool:
-        """Return whether it may submit jobs of this tenant, and see them."""
-        return tenant == self.tenant.name or self.operates
+    def tenant_of_job(self, named: str | None) -> str:
+        """Return the tenant of a job: the named one, or else its own.  Raises InvalidJob: it may not act for that."""
+        if named is None or named == self.tenant.name or self.operates:
+            return named or self.tenant.name
+        raise InvalidJob("tenant", f"this key is of tenant {self.tenant.name!r} and may not submit for {named!r}")
 
     def may_give(self, scopes: Iterable[Scope]) -> bool:
         """Return whether this key may do all that another with these scopes may do."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slotkeeper.errors import InvalidJob
+from slotkeeper.jobs.terms import MAX_JITTER
 from slotkeeper.registry import policies
 
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 else:
     Policy = Literal[tuple(policies.POLICIES)]
 _Tenant = Annotated[str, Field(min_length=1, max_length=200)]
+_POINTER: Any = {"pattern": "^(/.*)?$"}
 _POLLED: Any = {"pattern": "^/.*\\{id\\}"}
 _Share = Annotated[float, Field(strict=True, ge=0.001, le=1000, allow_inf_nan=False)]
 _Slots = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
@@ -63,7 +65,9 @@ class ModelConfig(BaseModel):
     retry_backoff: float = Field(1.0, gt=0, le=3600)
     """Seconds before the first retry; doubled each time."""
     retry_backoff_max: float = Field(30.0, gt=0, le=86_400)
-    """Longest wait before a retry in seconds, before jitter of ±10 %."""
+    """Longest wait before a retry in seconds, before its jitter."""
+    retry_jitter: float = Field(0.1, strict=True, ge=0, le=MAX_JITTER)
+    """Share of a wait by which it varies at random, up or down; 0: it does not."""
     max_payload_bytes: int = Field(1 << 20, gt=0, le=MAX_PAYLOAD_BYTES)
     """Largest payload, as compact JSON."""
     max_waiting: int | None = Field(None, ge=0, le=_MOST_WAITING)
@@ -87,6 +91,8 @@ class ModelConfig(BaseModel):
     """Tenant -> slots that it may hold at once, instead of `tenant_slots`."""
     affinity: float = Field(30.0, strict=True, ge=0, le=3600)
     """Seconds for which a server may continue with the loaded model although another model's job comes first."""
+    redact: list[Annotated[str, Field(max_length=500, json_schema_extra=_POINTER)]] = Field([], max_length=20)
+    """JSON pointers into payloads, such as `/user/email`: what is there is shown to the job's tenant alone."""
     unmatched: Literal["accept", "refuse"] = "accept"
     """Whether a job is accepted whose constraints no known server meets."""
     breaker_failures: int = Field(20, strict=True, ge=1, le=10_000)
@@ -97,6 +103,8 @@ class ModelConfig(BaseModel):
         template = self.poll_endpoint_template
         if template is not None and (not template.startswith("/") or "{id}" not in template):
             raise ValueError("poll_endpoint_template must be a path that starts with / and contains {id}")
+        if any(place and not place.startswith("/") for place in self.redact):
+            raise ValueError("redact must list JSON pointers, which begin with /")
         if self.poll_interval > self.max_poll_time:
             raise ValueError("poll_interval must not exceed max_poll_time")
         if self.retry_backoff > self.retry_backoff_max:

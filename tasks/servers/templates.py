@@ -146,7 +146,9 @@ class TemplateRef:
         if self.source == "id":
             return values.remote_id
         if values.run is not None and self.name == "output_size":
-            return values.output_size and values.output_size.of(values.run.payload)
+            if values.output_size is None:
+                return None
+            return values.run.expected_output or values.output_size.of(values.run.payload)
         return getattr(values.run, self.field or self.source, None)
 
     def _secret(self, values: TemplateValues) -> str | None:

@@ -20,6 +20,7 @@ class RunDetails(NamedTuple):
     listen_s: float = 0.0  # seconds for which an abandoned submit is still observed
     model: str = ""
     model_version: str = ""  # with which the server was registered for the model
+    expected_output: int | None = None  # the job's own word for the size of its result
     swap: bool = True  # whether the server has to change its model; true also if that is unknown
 
     @property

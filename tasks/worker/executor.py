@@ -208,7 +208,7 @@ class Executor:
             outcome = (
                 outcome._replace(server_still_running=True) if isinstance(outcome, Outcome) else StopReason.STOPPED
             )
-        config, is_large = self._server_calls.config_of(run.job.model), _is_large(outcome)
+        config, is_large = self._server_calls.config_of(run), _is_large(outcome)
         decide = partial(
             retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=worker_run.canceling
         )

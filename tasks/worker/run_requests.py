@@ -8,6 +8,7 @@ import orjson
 from routing.queries.trace_spans import ATTEMPT
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
+from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks import server_push, tracing
@@ -90,5 +91,6 @@ class RunRequests:
             model=run.job.model,
             model_version=self._model_version,
             swap=self._changes_model,
+            expected_output=decode_terms(run.terms).expected_output,
             traceparent=tracing.outgoing_traceparent(run.job.id, run.traceparent, ATTEMPT, run.attempt),
         )

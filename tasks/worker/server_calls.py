@@ -13,7 +13,9 @@ from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
 from routing.dispatch.run_steps import RunSteps, commit_by_clock
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.values import Run
 from slotkeeper.registry.model_config import ModelConfig
+from slotkeeper.registry.run_config import apply_terms
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import format_attribute
 from tasks import server_adapters
@@ -142,17 +144,18 @@ class ServerCalls:
         server = server_adapters.adapter_of_run(catalog, run.server, run.job.model, run.described_by, run.sent_to)
         return None if server is None else ServerSession(server, self._worker_loop.http, stream)
 
-    def config_of(self, model: str) -> ModelConfig:
-        """Return the configuration of a model.  A model is not removed while it has runs."""
-        found = self._dispatcher.catalog.cached().model(model)
-        return found.config if found is not None else self._dispatcher.catalog.resolve(model).config
+    def config_of(self, run: Run) -> ModelConfig:
+        """Return the configuration for a run.  A model is not removed while it has runs."""
+        model = self._dispatcher.catalog.cached().model(run.job.model)
+        found = model if model is not None else self._dispatcher.catalog.resolve(run.job.model)
+        return apply_terms(found.config, run.terms)
 
     async def _call(self, worker_run: WorkerRun, session: ServerSession) -> Outcome | StopReason:
         """Raises DatabaseUnavailable, UnknownModel."""
         run, catalog = worker_run.run, self._dispatcher.catalog.cached()
         requests = RunRequests(
             run,
-            self.config_of(run.job.model),
+            self.config_of(run),
             session.description,
             _model_version(catalog, run.server, run.job.model),
             changes_model=session.description.asks_for_swap and worker_run.offer.changes_model,

@@ -10,8 +10,9 @@ from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Identity, Scope, Tenant
 from tasks import identity
 from tasks.celery_app import celery
-from tasks.identity import KeyLookups, acting_for, identify_caller, identify_message, tenant_of_job
+from tasks.identity import KeyLookups, identify_caller, identify_message
 from tasks.security.celery_tokens import TokenSubject, make_token, read_token
+from tasks.step_tokens import acting_for
 from tests.support.builders import T0
 from tests.support.clock import set_clock
 from tests.support.keys import add_key
@@ -42,7 +43,7 @@ def _headers(tenant: str = "acme", key_id: str | None = "k1", expires_ms: int = 
 
 def test_without_keys_each_message_and_call_is_the_local_identitys() -> None:
     assert identify_message({}) is identify_caller({}) is LOCAL_IDENTITY
-    assert tenant_of_job(LOCAL_IDENTITY, "any") == "any"
+    assert LOCAL_IDENTITY.tenant_of_job("any") == "any"
 
 
 def test_a_token_is_valid_while_its_key_is(keyed: dict[object, Identity | None], clock: list[int]) -> None:
@@ -114,10 +115,10 @@ def _publish(headers: dict[str, str]) -> None:
 
 
 def test_a_key_submits_for_its_own_tenant_and_one_that_operates_for_all() -> None:
-    assert tenant_of_job(ACME, None) == tenant_of_job(ACME, "acme") == "acme"
+    assert ACME.tenant_of_job(None) == ACME.tenant_of_job("acme") == "acme"
     with pytest.raises(InvalidJob, match="may not submit for 'bravo'"):
-        tenant_of_job(ACME, "bravo")
-    assert tenant_of_job(Identity(Tenant("ops"), "k3", frozenset({Scope.OPERATE})), "bravo") == "bravo"
+        ACME.tenant_of_job("bravo")
+    assert Identity(Tenant("ops"), "k3", frozenset({Scope.OPERATE})).tenant_of_job("bravo") == "bravo"
 
 
 def test_a_key_is_looked_up_once_a_second(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,10 @@ def test_retry_backoff_max_bounds_a_wait(stage: Stage, without_jitter: None, mon
 
 def test_retry_jitter_decides_whether_the_waits_are_spread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     assert infer.retry_jitter is True
-    waits = {countdown_s(0, CONFIG) for _ in range(100)}
+    waits = {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)}
     assert len(waits) > 10 and min(waits) >= 0.9 and max(waits) <= 1.1
     monkeypatch.setattr(infer, "retry_jitter", False)
-    assert {countdown_s(0, CONFIG) for _ in range(100)} == {1.0} and _wait_s(stage) == 1.0
+    assert {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)} == {1.0} and _wait_s(stage) == 1.0
 
 
 def test_what_the_model_sets_comes_before_what_the_task_says(
@@ -158,12 +158,12 @@ def test_waits_are_1_2_4_8_16_30_seconds_within_ten_per_cent(
     for randrange, wait_s in ((lambda stop: 0, 0.9 * seconds), (lambda stop: stop - 1, 1.1 * seconds)):
         with monkeypatch.context() as patched:
             patched.setattr(random, "randrange", randrange)
-            assert countdown_s(failures, CONFIG) == pytest.approx(wait_s)
+            assert countdown_s(failures, with_task_options(CONFIG)) == pytest.approx(wait_s)
 
 
 def test_celery_computes_the_waits(without_jitter: None) -> None:
     computed = [get_exponential_backoff_interval(1, n, 30) for n in range(50)]
-    assert [countdown_s(n, CONFIG) for n in range(50)] == computed
+    assert [countdown_s(n, with_task_options(CONFIG)) for n in range(50)] == computed
     assert sum(computed) == 1381
 
 
@@ -171,7 +171,7 @@ def test_celery_computes_the_waits(without_jitter: None) -> None:
 def test_a_servers_retry_after_counts_if_it_is_longer_up_to_the_longest_wait(
     without_jitter: None, retry_after_s: float | None, wait_s: float
 ) -> None:
-    assert countdown_s(1, CONFIG, retry_after_s) == wait_s
+    assert countdown_s(1, with_task_options(CONFIG), retry_after_s) == wait_s
 
 
 # -- responses that cannot be read ---------------------------------------------------------------------------------

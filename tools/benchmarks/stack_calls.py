@@ -14,6 +14,7 @@ from routing.maintenance.rebuild import refresh_fleet
 from slotkeeper import logs
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs import ledger
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks.services import catalog, dispatcher, leases
 from tools.cluster.stack import Stack
 
@@ -44,7 +45,7 @@ def serve_polled(model: str, jobs: int, poll_interval_s: int, url: str) -> None:
 
 def _submit(requests: list[JobRequest]) -> None:
     for start in range(0, len(requests), _AT_ONCE):
-        dispatcher().submit([Submission(request) for request in requests[start : start + _AT_ONCE]])
+        dispatcher().submit([Submission(request) for request in requests[start : start + _AT_ONCE]], LOCAL_IDENTITY)
 
 
 def read_leases() -> tuple[int, int, int]:

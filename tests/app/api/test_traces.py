@@ -66,14 +66,15 @@ def test_what_a_caller_names_comes_before_its_headers_and_these_before_its_envir
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", "of the environment")
     headers = {"traceparent": "of a header", "tracestate": "x=1", "baggage": "y=1"}
-    assert inference._trace_options({}, {}) == {"traceparent": "of the environment"}
-    assert inference._trace_options({}, {"headers": headers}) == {"headers": None, "traceparent": "of a header"}
-    assert inference._trace_options({"traceparent": GIVEN}, {"headers": headers}) == {"headers": None}
-    assert inference._trace_options({}, {"traceparent": GIVEN}) == {}
+    assert inference._trace_options({}, {}, {}) == {"traceparent": "of the environment"}
+    assert inference._trace_options({}, {}, headers) == {"traceparent": "of a header"}
+    assert inference._trace_options({"traceparent": GIVEN}, {}, headers) == {}
+    assert inference._trace_options({}, {"traceparent": GIVEN}, {}) == {}
 
 
-def test_headers_that_are_not_of_a_trace_are_left_to_be_refused() -> None:
-    assert inference._trace_options({}, {"headers": {"traceparent": GIVEN, "mine": "1"}})["headers"] == {"mine": "1"}
+def test_headers_that_mean_nothing_are_left_to_be_refused() -> None:
+    headers = {"traceparent": GIVEN, "tracestate": "x=1", "baggage": "y=1", "slotkeeper_token": "skt_", "mine": "1"}
+    assert inference._other_headers(headers) == {"mine": "1"}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
     monkeypatch.setenv("TRACEPARENT", "of the worker")
     task = SimpleNamespace(request=SimpleNamespace(headers=headers))
     monkeypatch.setattr(type(celery), "current_worker_task", task)
-    assert inference._trace_options({}, {}) == {"traceparent": found}
+    assert inference._trace_options({}, {}, {}) == {"traceparent": found}
 
 
 def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.support.scripted import refused_url
 WITHOUT_API = {"conform", "doctor", "flower", "health", "migrate", "serve", "simulate", "up"}
 """Commands that do not call the API, or have other exit statuses."""
 BY_THE_DATABASE = {("tenants", name) for name in ("add", "change", "list", "remove", "show")}
-BY_THE_DATABASE |= {("keys", name) for name in ("add", "list", "revoke", "rotate")}
+BY_THE_DATABASE |= {("keys", name) for name in ("add", "list", "revoke", "rotate", "token")}
 WAITS_FOR_THE_API = {("submit-file",), ("watch",)}
 OPTIONS = {
     ("secrets", "set"): ["--all-models"],

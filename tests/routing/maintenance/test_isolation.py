@@ -20,6 +20,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import Command
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import at_once
@@ -203,7 +204,7 @@ def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, mo
 def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(stage) -> None:
     stage.register()
     passes.sweep(stage.dispatcher)
-    receipt = stage.cut_off().submit([stage.a()])[0]
+    receipt = stage.cut_off().submit([stage.a()], LOCAL_IDENTITY)[0]
     passes.sweep(stage.dispatcher)
     assert stage.offered() == [receipt.accepted.id]
 
@@ -237,7 +238,7 @@ def test_what_becomes_visible_late_is_swept_all_the_same(stage, monkeypatch) -> 
     passes.sweep(stage.dispatcher)
     _renumber(stage, "id = id + 1000000 WHERE actor IS NULL")
     passes.sweep(stage.dispatcher)
-    late = stage.cut_off().submit([stage.a()])[0].accepted.id
+    late = stage.cut_off().submit([stage.a()], LOCAL_IDENTITY)[0].accepted.id
     _renumber(stage, f"id = (SELECT max(id) - 500000 FROM events) WHERE job_id = '{late}'")
     passes.sweep(stage.dispatcher)
     assert stage.room.waiting() == [late]
@@ -297,7 +298,7 @@ def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps
     ids = stage.submit_all([stage.a("flux") for _ in range(25)])
     stage.lose_redis()
     stage.told.offers.clear()
-    other = stage.cut_off().submit([stage.a()])[0].accepted.id
+    other = stage.cut_off().submit([stage.a()], LOCAL_IDENTITY)[0].accepted.id
     for _ in range(20):
         passes.sweep(stage.dispatcher)
         if other in stage.offered():

@@ -15,6 +15,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Job, Quarantine, QueuedJob
 from slotkeeper.registry import catalog_removal
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tests.support import passes
 from tests.support.builders import CALLBACK, at_once, row_of
 from tests.support.ends import hand_back, release, store_end
@@ -528,7 +529,7 @@ def test_queue_1_the_sweep_brings_in_what_was_accepted_while_redis_was_away(stag
     for _ in range(3):
         passes.sweep(stage.dispatcher)
     cut_off = stage.cut_off()
-    late = [cut_off.submit([stage.a()])[0].accepted.id for _ in range(2)]
+    late = [cut_off.submit([stage.a()], LOCAL_IDENTITY)[0].accepted.id for _ in range(2)]
     assert stage.room.waiting() == []
     passes.sweep(stage.dispatcher)
     assert stage.room.waiting() == late

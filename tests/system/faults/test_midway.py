@@ -12,6 +12,7 @@ from routing.queries import job_list
 from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tests.support import passes
 from tests.support import stage as stages
 from tests.support.ends import end_run_with
@@ -69,7 +70,7 @@ Act = Callable[[Dispatcher], object]
 
 
 def _submit(stage: Stage) -> Act:
-    return lambda stuck: stuck.submit([stage.a()])
+    return lambda stuck: stuck.submit([stage.a()], LOCAL_IDENTITY)
 
 
 def _start(stage: Stage) -> Act:

@@ -155,11 +155,11 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
 ) -> None:
     stage.register()
     impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.submit([stage.a()])
+    impatient.submit([stage.a()], LOCAL_IDENTITY)
     stage.run_all()  # Redis knows the script.
 
     with frozen(valkey):
-        (receipt,) = impatient.submit([stage.a()])
+        (receipt,) = impatient.submit([stage.a()], LOCAL_IDENTITY)
 
     job_id = receipt.accepted.id
     eventually(lambda: stage.room.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
@@ -182,7 +182,7 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     run = impatient.queues.scripts.run
     monkeypatch.setattr(impatient.queues.scripts, "run", lambda command: asked.append(command) or run(command))
     with frozen(valkey):
-        receipts = [impatient.submit([stage.a()])[0] for _ in range(3)]
+        receipts = [impatient.submit([stage.a()], LOCAL_IDENTITY)[0] for _ in range(3)]
     assert len(asked) == 1
     passes.reconcile(stage.dispatcher)
     assert stage.run_all() == [receipt.accepted.id for receipt in receipts]
@@ -206,10 +206,10 @@ def test_a_submit_needs_one_connection_to_redis_at_a_time(stage: Stage, valkey: 
     """Else threads that have one each, of so many as there may be, would find none for the gates, and pass unasked."""
     stage.register(max_waiting=1)
     narrow = stage.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
-    receipts = [narrow.submit([stage.a()]) for _ in range(2)]
+    receipts = [narrow.submit([stage.a()], LOCAL_IDENTITY) for _ in range(2)]
     assert all(receipt.position for (receipt,) in receipts)
     with pytest.raises(TooManyRequests):
-        narrow.submit([stage.a()])
+        narrow.submit([stage.a()], LOCAL_IDENTITY)
 
 
 @pytest.fixture

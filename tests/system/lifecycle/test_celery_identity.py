@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Signature, chain, chord, group
 
 from tests.support.http_api import HttpApi
 from tools.cluster.stack import REPO, Stack, eventually
@@ -61,7 +62,7 @@ def _call(stack: Stack, script: str, **env: str) -> dict[str, str]:
     """Run a client that has Slotkeeper installed, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json\nfrom tasks import infer\nMODEL = {MODEL!r}\n{script}"],
-        env=keyed_env(stack, env),
+        env={**stack.env, **env},
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -71,11 +72,7 @@ def _call(stack: Stack, script: str, **env: str) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-def keyed_env(stack: Stack, env: dict[str, str]) -> dict[str, str]:
-    return {**stack.env, **env}
-
-
-def _why_failed(bare: Celery, **options: object) -> str:
+def _why_failed(bare: Celery, **options: Any) -> str:
     sent = bare.send_task("infer", args=[MODEL, {"seconds": 0}], **options)
     with pytest.raises(Exception) as raised:
         sent.get(timeout=60)
@@ -116,12 +113,11 @@ def test_a_token_opens_nothing_but_celery(operator: HttpApi, token: str) -> None
 
 def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(operator: HttpApi, bare: Celery, token: str) -> None:
     """Only the first messages have a token: the body of the chord is sent at the end of its parts."""
-    from celery import chain, chord, group
 
-    def step(prompt: str) -> object:
+    def step(prompt: str) -> Signature:
         return bare.signature("infer", args=[MODEL, {"prompt": prompt, "seconds": 0}], immutable=True, app=bare)
 
-    def first(prompt: str) -> object:
+    def first(prompt: str) -> Signature:
         return step(prompt).set(headers={"slotkeeper_token": token})
 
     linked = first("start").apply_async(link=step("linked").set(task_id="linked-step"))

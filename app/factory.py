@@ -17,6 +17,7 @@ from app.api import (
     stream_views,
     submit_views,
     tenant_views,
+    usage_views,
     webhook_views,
 )
 from app.auth import access
@@ -41,6 +42,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     tenant_views.api,
     tenant_views.secrets_api,
     key_views.api,
+    usage_views.api,
     job_views.dlq_api,
     operation_views.ledger_api,
     audit_views.api,

@@ -23,7 +23,7 @@ from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions
 from slotkeeper.process import singleton
-from slotkeeper.registry import server_descriptions
+from slotkeeper.registry import server_descriptions, usage
 from slotkeeper.trace_context import find_trace
 from tasks.celery_app import celery
 from tasks.config import EventSettings
@@ -245,6 +245,7 @@ def scan_dlq() -> None:
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     server_descriptions.delete_unused(database(), now_ms())
+    usage.delete_old_days(database(), now_ms())
     reseal_secrets()
     log.info("dlq_scanned", dead=dead, purged=removed)
 

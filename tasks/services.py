@@ -28,6 +28,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.usage import SlotTimes
 from slotkeeper.registry.webhook_rotations import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
@@ -130,6 +131,7 @@ def dispatcher() -> Dispatcher:
 
     settings = RoutingSettings()
     queues = Queues(scripts(), settings, workers().total)
+    slot_times = SlotTimes(database())
     allow = parse_networks(TaskSettings().webhook_allow)
     return Dispatcher(
         store=store(),
@@ -138,7 +140,7 @@ def dispatcher() -> Dispatcher:
         leases=leases(),
         slots=Slots(scripts(), settings),
         fleets=Fleets(scripts(), settings),
-        admission=Admission(queues, settings, process_counters().count_refusal),
+        admission=Admission(queues, settings, slot_times, process_counters().count_refusal),
         settings=settings,
         notifier=CeleryNotifier(store(), result_notifier()),
         check_url=lambda url: check_url(url, allow),

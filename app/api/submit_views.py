@@ -38,10 +38,11 @@ api = blueprint("queue", "Submit", "/queue", scope=Scope.SUBMIT)
 
 @api.after_request
 def _show_rates(response: Response) -> Response:
-    """Say what is left of the sender's rates, as draft-ietf-httpapi-ratelimit-headers-10 defines it."""
+    """Say what is left of rates and slot time, as draft-ietf-httpapi-ratelimit-headers-10 defines it."""
     rates = g.get("rates", ())
     if rates:
-        policies = [f'"{rate.name}";q={rate.quota};w={rate.window_s}' for rate in rates]
+        units = {rate.name: f';qu="{rate.unit}"' if rate.unit else "" for rate in rates}
+        policies = [f'"{rate.name}";q={rate.quota};w={rate.window_s}{units[rate.name]}' for rate in rates]
         response.headers["RateLimit-Policy"] = ", ".join(policies)
         response.headers["RateLimit"] = ", ".join(f'"{rate.name}";r={rate.left};t={rate.reset_s}' for rate in rates)
     return response

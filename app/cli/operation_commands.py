@@ -1,5 +1,6 @@
-"""Commands for operation: doctor, health, processes, ledger, watch, audit."""
+"""Commands for operation: doctor, health, processes, ledger, usage, watch, audit."""
 
+import csv
 import json
 import sys
 import time
@@ -9,7 +10,17 @@ from typing import Any
 import click
 
 from app.cli.findings import Finding, worst_level
-from app.cli.output import age, api_client, display, json_option, limit_option, print_json, print_table, short_id
+from app.cli.output import (
+    age,
+    api_client,
+    display,
+    json_option,
+    limit_option,
+    path_segment,
+    print_json,
+    print_table,
+    short_id,
+)
 from app.terminal import console, echo, escape_line
 from slotkeeper.client_errors import ApiError, ApiUnreachable
 from tasks.process_files import ROLES, liveness_problem
@@ -43,6 +54,32 @@ def ledger(as_json: bool) -> None:
             echo("Deleted: after their retention, or dead jobs that an operator has deleted.")
     if not answer["balanced"]:
         sys.exit(1)
+
+
+@click.command("usage")
+@click.argument("tenant", default="me")
+@click.option("--from", "first", metavar="DAY", help="First day, such as 2030-01-31 (UTC).  [default: of this month]")
+@click.option("--to", "last", metavar="DAY", help="Last day.  [default: today]")
+@click.option("--by", type=click.Choice(["day", "model"]), default="day", show_default=True)
+@click.option("--csv", "as_csv", is_flag=True, help="Print a table for a spreadsheet.")
+@json_option
+def show_usage(tenant: str, first: str | None, last: str | None, by: str, as_csv: bool, as_json: bool) -> None:
+    """Show what a tenant has used: seconds of slots, runs and jobs.
+
+    Without TENANT: the tenant of the key that is used.
+    """
+    query = {"from": first, "to": last, "by": by}
+    answer = api_client().get(f"/tenants/{path_segment(tenant)}/usage", **query)
+    names = ("day", "model", "slot_s", "runs", "accepted", "completed", "ended")
+    rows = [[row[name] for name in names] for row in answer["usage"]]
+    if as_csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows([names, *rows])
+    elif as_json:
+        print_json(answer)
+    else:
+        shown = [[*row[:2], f"{row[2]:.1f}", *row[3:]] for row in rows]
+        titles = ("day", "model", "slot seconds", "runs", "accepted", "completed", "ended otherwise")
+        print_table(titles, shown, f"Tenant {escape_line(answer['tenant'])} has used nothing in this time.")
 
 
 @click.command()
@@ -228,4 +265,4 @@ def _format_target(act: dict[str, str]) -> str:
     return " ".join(act[name] for name in ("job_id", "server", "model", "tenant") if act[name])
 
 
-COMMANDS = (doctor, health, processes, ledger, watch, audit)
+COMMANDS = (doctor, health, processes, ledger, show_usage, watch, audit)

@@ -192,6 +192,9 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 )
 @click.option("--most-urgent", type=click.IntRange(0, 9), help="Most urgent priority that it may use; 0: any.")
 @click.option("--max-waiting", type=click.IntRange(min=0), help="Jobs that may wait; 0: no limit.")
+@click.option("--max-slots", type=click.IntRange(0, 1_000_000), help="Slots that it may hold at once; 0: any number.")
+@click.option("--slot-s-per-day", type=click.FloatRange(min=0), help="Seconds of slots a day, UTC; 0: no limit.")
+@click.option("--slot-s-per-month", type=click.FloatRange(min=0), help="Seconds of slots a month, UTC; 0: no limit.")
 @click.option("--max-payload-bytes", type=click.IntRange(min=0), help="Largest payload of a job; 0: no limit.")
 def change_tenant(
     name: str | None,

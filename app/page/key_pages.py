@@ -1,15 +1,16 @@
-"""The page of a tenant's keys: what they may be used for, when they were used last, and new ones."""
+"""The pages of a tenant: its keys, with what they may be used for and new ones, and what it has used."""
 
 from typing import Any
 
 from flask import redirect, request
 
 from app.api import key_views as keys_api
+from app.api.usage_views import usage_rows
 from app.auth.access import current_identity, visible_name
 from app.page.layout import form
 from app.page.login import page_view, run_or_ask_again
 from app.page.rendering import render_page, segment
-from app.schemas.tenant_schemas import KeyBody, KeyPath, KeyRotateBody, TenantPath
+from app.schemas.tenant_schemas import KeyBody, KeyPath, KeyRotateBody, TenantPath, UsageQuery
 from slotkeeper.registry.identity import FIRST_SCOPES, Scope
 from slotkeeper.registry.tenants import OWN_TENANT
 
@@ -54,6 +55,15 @@ def revoke_key() -> Any:
         return redirect(f"/page/keys?tenant={segment(path.tenant)}&done=revoked", 303)
 
     return run_or_ask_again(revoke, lambda error: _render(path.tenant, error=error))
+
+
+@page_view("/page/usage", Scope.READ)
+def usage() -> Any:
+    """Show what a tenant has used this month, by day and model."""
+    name = visible_name(request.args.get("tenant", OWN_TENANT))
+    by_day, by_model = (usage_rows(name, UsageQuery.model_validate({"by": by})) for by in ("day", "model"))
+    most_s = max((row["slot_s"] for row in by_day), default=0)
+    return render_page("usage.html", tenant=name, by_day=by_day, by_model=by_model, most_s=most_s)
 
 
 def _render(tenant: str, *, new: dict[str, Any] | None = None, error: str = "") -> Any:

@@ -56,6 +56,7 @@ NAVIGATION = (
     NavItem("Dead", "/page/dead", Scope.MANAGE),
     NavItem("Tenants", "/page/tenants"),
     NavItem("Keys", "/page/keys", Scope.KEYS, with_keys=True),
+    NavItem("Usage", "/page/usage", Scope.READ),
     NavItem("Webhooks", "/page/webhooks", Scope.READ),
     NavItem("Audit", "/page/audit", Scope.AUDIT),
     NavItem("Settings", "/page/settings"),

@@ -1,7 +1,8 @@
 """Request and response bodies for tenants, their webhook secrets, and the secrets that descriptions name."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from datetime import date
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -102,6 +103,13 @@ class LimitsBody(BodySchema):
         max_length=100,
         description="Environments that jobs may name; the first is that of jobs that name none.  null: production.",
     )
+    max_slots: int | None = Field(
+        None, ge=1, le=1_000_000, description="Slots that jobs may hold at once, of models that share servers."
+    )
+    slot_s_per_day: float | None = Field(
+        None, gt=0, description="Seconds of slots, of all runs that end on one day (UTC); then no jobs are accepted."
+    )
+    slot_s_per_month: float | None = Field(None, gt=0, description="The same of a month (UTC).")
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
 
     @property
@@ -148,6 +156,31 @@ class OwnTenantView(ResponseSchema):
     state: str = Field(description="`paused`, `draining` and `frozen`: an operator keeps its jobs back.")
     scopes: list[str] = Field(description="What the key of this request may be used for.")
     limits: TenantLimits = Field(description="The limits that apply, with those of the installation.")
+
+
+class UsageQuery(Schema):
+    first: date | None = Field(
+        None, alias="from", description="The first day (UTC); by default the first of the month."
+    )
+    last: date | None = Field(None, alias="to", description="The last day; by default today.")
+    by: Literal["day", "model"] = Field("day", description="`day`: by day and model; `model`: summed over the days.")
+
+
+class UsageRow(ResponseSchema):
+    """What a tenant has used of a model."""
+
+    day: str | None = Field(description="null: all days.")
+    model: str
+    slot_s: float = Field(description="Seconds for which its runs held a slot; a run counts when it has ended.")
+    runs: int = Field(description="Runs that a server has taken.")
+    accepted: int
+    completed: int
+    ended: int = Field(description="Jobs that ended without completing.")
+
+
+class UsageList(ResponseSchema):
+    tenant: str
+    usage: list[UsageRow]
 
 
 class LimitsView(ResponseSchema):

@@ -21,6 +21,7 @@ from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.registry.identity import Identity
 from slotkeeper.registry.snapshot import CatalogSnapshot
+from slotkeeper.registry.usage import SlotTimes
 
 log = structlog.get_logger(__name__)
 
@@ -35,11 +36,12 @@ class Admission:
         self,
         queues: Queues,
         settings: RoutingSettings,
+        slot_times: SlotTimes,
         on_refusal: Callable[[str, int], object] = lambda limit, jobs: None,
     ) -> None:
         self._queues = queues
         self._on_refusal = on_refusal
-        self._settings = settings
+        self._settings, self._slot_times = settings, slot_times
         queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
     def check(
@@ -47,13 +49,13 @@ class Admission:
     ) -> list[LimitStatus]:
         """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
 
-        Returns what is left of the sender's rates.
+        Returns what is left of the sender's rates, and of the slot time of the jobs' tenants.
 
         Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
         job could never be accepted as it is.
         """
         request = AdmissionRequest(new, sender, now_ms)
-        context = LimitContext(catalog, self._queues, self._settings)
+        context = LimitContext(catalog, self._queues, self._settings, self._slot_times)
         self._run_phase(request, context, Phase.LOCAL)
         if not self._queues.is_unavailable():
             try:
@@ -76,14 +78,17 @@ class Admission:
             try:
                 check.judge(result)
             except REFUSALS as error:
-                if isinstance(error, TooManyRequests):
-                    error.rates = tuple(request.statuses)
-                self._on_refusal(limit.name, len(request.jobs))
-                raise
+                raise self._count_refusal(limit, request, error) from None
         if refused is not None:
             limit, refusal = refused
-            self._on_refusal(limit.name, len(request.jobs))
-            raise refusal
+            raise self._count_refusal(limit, request, refusal)
+
+    def _count_refusal(self, limit: Limit, request: AdmissionRequest, refusal: Exception) -> Exception:
+        """Count a refusal, and return it with what is left of the limits that count."""
+        if isinstance(refusal, TooManyRequests):
+            refusal.rates = tuple(request.statuses)
+        self._on_refusal(limit.name, len(request.jobs))
+        return refusal
 
     def _skip(self, fleet: str | None, error: RedisError) -> None:
         """Leave a limit unchecked.  The failure of one fleet, or of one command, keeps no other jobs out of Redis."""

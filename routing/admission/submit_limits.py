@@ -18,6 +18,7 @@ from routing.admission.submission import error_index
 from routing.config import RoutingSettings
 from routing.queue import lanes
 from routing.queue.queues import JobStatus, ModelStatus, Queues
+from slotkeeper.clock import iso_time
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
 from slotkeeper.jobs.closed_models import ModelClosed
 from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT, NewJob, QueuedJob
@@ -27,6 +28,7 @@ from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.tenant_limits import NO_LIMITS, RateLimit, TenantLimits
+from slotkeeper.registry.usage import DAY_MS, SlotTime, SlotTimes, month_end_ms, month_start_ms
 from slotkeeper.registry.values import CLOSED_STATES
 
 T = TypeVar("T")
@@ -47,13 +49,17 @@ class Phase(Enum):
 
 
 class LimitStatus(NamedTuple):
-    """What is left of a rate after a submit: `left` of `quota` in `window_s`, and all of it after `reset_s`."""
+    """What is left of a limit after a submit: `left` of `quota` in `window_s`, and all of it after `reset_s`.
+
+    unit: of quota and left; "": jobs.
+    """
 
     name: str
     quota: int
     window_s: int
     left: int
     reset_s: int
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,15 @@ class LimitScripts(Protocol):
 
 
 class LimitContext:
-    """What limits read: the catalog as it was for this submit, the queues, the settings, and the scripts that count."""
+    """What limits read: the catalog as it was for this submit, the queues, the settings, and the scripts that count.
 
-    def __init__(self, catalog: CatalogSnapshot, queues: Queues, settings: RoutingSettings) -> None:
-        self.catalog, self.queues, self.settings = catalog, queues, settings
+    slot_times: what tenants have used.
+    """
+
+    def __init__(
+        self, catalog: CatalogSnapshot, queues: Queues, settings: RoutingSettings, slot_times: SlotTimes
+    ) -> None:
+        self.catalog, self.queues, self.settings, self.slot_times = catalog, queues, settings, slot_times
         self._scripts: Scripts = queues.scripts
         self._lua: LimitScripts = queues.scripts.bind(LimitScripts)
 
@@ -225,6 +236,41 @@ def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[R
                     state=owner.state,
                 )
     return ()
+
+
+# -- time of slots -------------------------------------------------------------------------------------------------
+
+
+def check_quota(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
+    """Limit the slot time of a tenant a day and a month.  Jobs that were accepted before run all the same."""
+    for tenant in dict.fromkeys(job.tenant for job in request.jobs):
+        limits = context.catalog.limits_of(tenant)
+        if limits.slot_s_per_day is not None or limits.slot_s_per_month is not None:
+            _check_slot_time(request, tenant, limits, context.slot_times.of(tenant, request.now_ms))
+    return ()
+
+
+def _check_slot_time(request: AdmissionRequest, tenant: str, limits: TenantLimits, used: SlotTime) -> None:
+    now = request.now_ms
+    day_began, month_began = now - now % DAY_MS, month_start_ms(now)
+    for word, quota_s, used_ms, began_ms, ends_ms in (
+        ("day", limits.slot_s_per_day, used.day_ms, day_began, day_began + DAY_MS),
+        ("month", limits.slot_s_per_month, used.month_ms, month_began, month_end_ms(now)),
+    ):
+        if quota_s is None:
+            continue
+        left_s, reset_s = max(math.ceil(quota_s - used_ms / 1000), 0), math.ceil((ends_ms - now) / 1000)
+        window_s = (ends_ms - began_ms) // 1000
+        status = LimitStatus(f"slot-seconds-{word}", math.ceil(quota_s), window_s, left_s, reset_s, unit="slot-seconds")
+        request.statuses.append(status)
+        if used_ms >= 1000 * quota_s:
+            raise TooManyRequests(
+                f"Tenant {tenant!r} has used {used_ms / 1000:.0f} seconds of slots this {word} (UTC), and may use "
+                f"{quota_s:g}; it may submit again at {iso_time(ends_ms)}.",
+                retry_after_s=reset_s,
+                tenant=tenant,
+                limit=f"slot_s_per_{word}",
+            )
 
 
 # -- how many jobs wait --------------------------------------------------------------------------------------------
@@ -461,6 +507,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("allowed", Phase.LOCAL, check_allowed),
     Limit("placed", Phase.LOCAL, check_servers),
     Limit("state", Phase.LOCAL, check_states),
+    Limit("quota", Phase.LOCAL, check_quota),
     Limit("waiting", Phase.READ, check_tenant_waiting),
     Limit("capacity", Phase.READ, check_capacity),
     Limit("variety", Phase.READ, check_constraints),

@@ -7,7 +7,7 @@
     location: "waiting" | "offered" | "absent"
     ahead: int                jobs of its model that come before it; with more than 512 lanes before it an estimate
     run_ms: int | None        mean slot time of the model's latest runs; None: unknown
-    blocked_by: text          tenant_paused, tenant_frozen or tenant_slots; "": nothing of its tenant is in its way
+    blocked_by: text          tenant_paused, tenant_frozen, tenant_slots, max_slots; "": nothing of its tenant
     held: int                 slots that its account holds
     jobs_before: [text]       up to five jobs of its own lane that come just before it, the next one last
   Writes nothing

@@ -1,5 +1,5 @@
 --[[ sync_catalog: make a fleet's servers, slots and rules equal to a catalog's.
-  Keys: classes, kinds, lanes, rules, free, cooling, slots, servers, tags, stats, meta
+  Keys: classes, kinds, lanes, rules, free, cooling, slots, servers, tags, stats, held, meta
   Takes
     database_id: text
     version: int        of the catalog; one that is older than the fleet's changes nothing
@@ -227,6 +227,20 @@ local function repair_index()
   end
 end
 
+-- After a change of rules: list the models, and count the slots of tenants that are limited.
+local function recount_tenants()
+  local models, sums = {}, {}
+  for _, rule in ipairs(redis.call("HKEYS", RULES)) do models[#models + 1] = string.match(rule, "^model (.*)$") end
+  redis.call("HSET", META, "models", table.concat(models, "\n"))
+  local held = redis.call("HGETALL", HELD)
+  for i = 1, #held, 2 do
+    local tenant = string.match(held[i], "^([^|]*)|")
+    if not tenant then redis.call("HDEL", HELD, held[i]) end
+    if tenant and slots_of_tenant(tenant) then sums[tenant] = (sums[tenant] or 0) + held[i + 1] end
+  end
+  for tenant, sum in pairs(sums) do redis.call("HSET", HELD, tenant, sum) end
+end
+
 local now, newest = now_ms(), tonumber(redis.call("HGET", META, "catalog") or "-1")
 if is_other_database(database_id) then
   redis.call("HDEL", META, "epoch")
@@ -280,9 +294,11 @@ for rule, old in pairs(changed) do
   needs_other_scores = needs_other_scores or (string.match(rule, "^model ") and changes_scores(old, new))
 end
 if next(changed) then
+  recount_tenants()
   for _, account in ipairs(redis.call("HKEYS", LANES)) do -- of all with waiting jobs
     local tenant, model = string.match(account, "^([^|]*)|(.*)$")
-    if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant] then
+    if changed["model " .. model] or changed["account " .. account] or changed["tenant " .. tenant]
+      or changed["slots " .. tenant] or changed["slots "] then
       redis.call("RPUSH", accounts_to_reindex_key(), account)
     end
   end

@@ -251,6 +251,10 @@ def _blockers_of_tenant_and_model(
     if status.blocked_by == "tenant_slots":
         sentence = f"its tenant holds {_count(status.held, 'slot')} and may hold no more"
         yield Blocker("tenant_slots", sentence, job.tenant)
+    elif status.blocked_by == "max_slots":
+        most = catalog.limits_of(job.tenant).max_slots
+        sentence = f"its tenant may hold {_count(most or 0, 'slot')} at once, of all models that share these servers"
+        yield Blocker("max_slots", sentence, job.tenant)
     elif status.blocked_by:
         yield Blocker("tenant_paused", _stopped("tenant", job.tenant, catalog.tenants.get(job.tenant)), job.tenant)
     if model_status.state in STOPPED_STATES:

@@ -17,9 +17,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters
 from slotkeeper.jobs.events import EVENT_TYPES
-from slotkeeper.jobs.states import FINAL_STATES, Reason, State
+from slotkeeper.jobs.states import FINAL_STATES, TRANSITIONS, Budget, Reason, State
 from slotkeeper.jobs.tables import events
 from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
+from slotkeeper.registry.usage import DAY_MS, Usage, UsageKey, add_usage
 
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 """Upper bounds of the buckets of a histogram; the last bucket, above them, has none."""
@@ -35,6 +36,7 @@ _STARTED, _QUEUED = EVENT_TYPES[State.RUNNING], EVENT_TYPES[State.QUEUED]
 _FINAL_STATES_BY_TYPE = {EVENT_TYPES[state]: state for state in FINAL_STATES}
 _TRANSITIONS = tuple(EVENT_TYPES.values())
 _ACCEPTANCES = {Reason.SUBMITTED, Reason.SCHEDULED}
+_MET_NO_SERVER = {reason for (_, reason), edge in TRANSITIONS.items() if edge.costs is Budget.WAITS}
 _SUMS = select(counters.c.name, counters.c.value).where(counters.c.name.startswith(_PREFIX, autoescape=True))
 _POSITION = select(counters.c.value).where(counters.c.name == _POSITION_NAME)
 _EARLIER_TRANSITIONS = (
@@ -110,9 +112,9 @@ class EventCounter:
         entries = self._reader.read(_EVENTS_AT_ONCE)
         if not entries and self._reader.position == before:
             return 0
-        sums, ends = self._sum_up(entries)
+        sums, used, ends = self._sum_up(entries)
         after = self._reader.position
-        if not self._database.write(lambda tx: _add_to_sums(tx, before, after, sums)):
+        if not self._database.write(lambda tx: _add_to_sums(tx, before, after, sums, used)):
             return 0
         for end in ends:
             self._on_ended(end)
@@ -126,23 +128,25 @@ class EventCounter:
             self._database.write(_insert_position)
         return position or 0
 
-    def _sum_up(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], list[EndedJob]]:
-        """Return what these events add to the sums, and the ends among them."""
+    def _sum_up(self, entries: Sequence[OutboxEvent]) -> tuple[Counter[str], Mapping[UsageKey, Usage], list[EndedJob]]:
+        """Return what these events add to the sums and to the usage of tenants, and the ends among them."""
         with self._database.read() as connection:
             labels = _ModelLabels(connection)
             last = _read_earlier_transitions(connection, entries)
         sums: Counter[str] = Counter()
+        used: dict[UsageKey, Usage] = {}
         ends = []
         for entry in entries:
             event, before, label = entry.event, last.get(entry.event.job_id), labels.label_of(entry.model)
             if event.type not in _TRANSITIONS:
                 continue
             _count_transition(sums, entry, label, before)
+            _count_usage(used, entry, before)
             if event.type in _FINAL_STATES_BY_TYPE:
                 ran_ms = event.at_ms - before.at_ms if before and before.type == _STARTED else None
                 ends.append(EndedJob(entry, _FINAL_STATES_BY_TYPE[event.type], ran_ms))
             last[event.job_id] = _Transition(event.type, event.at_ms)
-        return sums, ends
+        return sums, used, ends
 
 
 class _ModelLabels:
@@ -213,6 +217,18 @@ def _count_transition(sums: Counter[str], entry: OutboxEvent, model: str, before
         sums[_name("ended", model, _FINAL_STATES_BY_TYPE[event.type])] += 1
 
 
+def _count_usage(used: dict[UsageKey, Usage], entry: OutboxEvent, before: _Transition | None) -> None:
+    """Add a transition to what its tenant has used on its day."""
+    event = entry.event
+    usage = used.setdefault(UsageKey(entry.tenant, event.at_ms // DAY_MS, entry.model), Usage())
+    usage.accepted += _is_acceptance(entry)
+    if before is not None and before.type == _STARTED and event.type != _STARTED:
+        usage.slot_ms += max(event.at_ms - before.at_ms, 0)
+        usage.runs += event.data.get("why") not in _MET_NO_SERVER
+    usage.completed += event.type == EVENT_TYPES[State.COMPLETED]
+    usage.ended += event.type in _FINAL_STATES_BY_TYPE and event.type != EVENT_TYPES[State.COMPLETED]
+
+
 def _observe(sums: Counter[str], value_ms: int, *labels: str) -> None:
     sums[_name(*labels, str(bisect_left(WAIT_BUCKETS_S, value_ms / 1000)))] += 1
     sums[_name(*labels, "ms")] += value_ms
@@ -230,7 +246,9 @@ def _insert_position(tx: Transaction) -> None:
     tx.connection.execute(statement, {"name": _POSITION_NAME, "value": 0})
 
 
-def _add_to_sums(tx: Transaction, before: int, after: int, sums: Mapping[str, int]) -> bool:
+def _add_to_sums(
+    tx: Transaction, before: int, after: int, sums: Mapping[str, int], used: Mapping[UsageKey, Usage]
+) -> bool:
     """Raise the sums and move the position.  Returns False if another process has counted these events."""
     move = update(counters).where(counters.c.name == _POSITION_NAME, counters.c.value == before).values(value=after)
     if tx.connection.execute(move).rowcount == 0:
@@ -241,6 +259,7 @@ def _add_to_sums(tx: Transaction, before: int, after: int, sums: Mapping[str, in
             index_elements=["name"], set_={"value": counters.c.value + new.excluded.value}
         )
         tx.connection.execute(upsert, [{"name": name, "value": value} for name, value in sorted(sums.items())])
+    add_usage(tx, used)
     return True
 
 

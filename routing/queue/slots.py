@@ -274,6 +274,9 @@ def server_entry(server: Server) -> str:
 def _rules(fleet: str, catalog: CatalogSnapshot) -> dict[str, str]:
     """Return what is configured, in the form that lua/lib/rules.lua reads."""
     rules = {f"tenant {encode_tenant(name)}": tenant.state for name, tenant in catalog.tenants.items()}
+    for name, limits in catalog.limits.items():
+        if limits.max_slots is not None:
+            rules[f"slots {encode_tenant(name)}"] = str(limits.max_slots)
     for name in catalog.models_of(fleet):
         rules |= model_rules(catalog.models[name])
     return rules

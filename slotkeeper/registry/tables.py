@@ -139,3 +139,13 @@ api_keys = Table(
 
 # Tenants that are not online, also such without a key.
 tenant_states = Table("tenant_states", metadata, Column("name", Text, primary_key=True), *_admin_state())
+
+# What tenants have used, by UTC day (days since 1970-01-01) and model; see usage.py.
+usage_days = Table(
+    "usage_days",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("model", Text, primary_key=True),
+    *(Column(name, BigInteger, nullable=False) for name in ("slot_ms", "runs", "accepted", "completed", "ended")),
+)

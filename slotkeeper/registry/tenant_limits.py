@@ -67,6 +67,15 @@ class TenantLimits(RateLimit):
         max_length=100,
         description="Environments that its jobs may name; the first is that of jobs that name none.  null: production.",
     )
+    max_slots: int | None = Field(
+        None, ge=1, le=1_000_000, description="Slots that its jobs may hold at once, of models that share servers."
+    )
+    slot_s_per_day: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of slots, of all its runs that end on one day (UTC); then no jobs are accepted.",
+    )
+    slot_s_per_month: float | None = Field(None, gt=0, description="The same of a month (UTC).")
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
 
     @property

@@ -24,7 +24,7 @@ PRINTABLE_PATTERN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
 """Text that can be shown on one line as it is: nothing invisible, nothing that changes the direction of writing."""
 OWN_TENANT = "me"
 """In a path, in place of its name: the tenant of the key."""
-PATH_WORDS = frozenset({"keys"})
+PATH_WORDS = frozenset({"keys", "usage"})
 """What stands after a tenant's name in a path of the API or the page."""
 _NOT_ADDED = frozenset({LOCAL_IDENTITY.tenant.name, INSTALLATION})  # They can have limits, and have no keys.
 _RESERVED = frozenset({LOCAL_IDENTITY.tenant.name, OWN_TENANT, "validation"})

@@ -37,6 +37,7 @@ from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Scope, Tenant
 from slotkeeper.registry.tenant_limits import NO_RATE, RateLimit
 from slotkeeper.registry.tenants import Tenants
+from slotkeeper.registry.usage import SlotTimes
 from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
@@ -100,7 +101,7 @@ class Stage:
             leases=Leases(scripts, SETTINGS),
             slots=Slots(scripts, SETTINGS),
             fleets=Fleets(scripts, SETTINGS),
-            admission=Admission(queues, SETTINGS),
+            admission=Admission(queues, SETTINGS, SlotTimes(self.database, refresh_s=0)),
             settings=SETTINGS,
             notifier=self.told,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",

@@ -38,6 +38,7 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.usage import SlotTimes
 from tools.benchmarks.measuring import print_line
 from tools.cluster.direct_starts import begin_run
 from tools.cluster.stack import Stack, eventually
@@ -88,7 +89,7 @@ def _dispatcher(database: Database, slots: int) -> Iterator[tuple[Dispatcher, Va
                 leases=Leases(scripts, settings),
                 slots=Slots(scripts, settings),
                 fleets=Fleets(scripts, settings),
-                admission=Admission(queues, settings),
+                admission=Admission(queues, settings, SlotTimes(database)),
                 settings=settings,
                 notifier=_NullNotifier(),
                 check_url=lambda url: None,

@@ -103,13 +103,24 @@ local function remove_from_lane(lane, member, head)
   return true
 end
 
--- An account holds one slot more, or one less.  That may block its lanes, or unblock them; and where keys are of
--- accounts, its other lanes move with what the account has been charged.
+-- Change a count of slots, and return whether it comes to its limit, or falls below it.  `limit` nil: there is none.
+local function add_slots(name, change, limit)
+  local held = increment_field(HELD, name, change)
+  if held <= 0 then set_field(HELD, name, false) end
+  return limit and math.max(held, held - change) == limit
+end
+
+-- An account holds one slot more, or one less.  That may block its lanes, or unblock them, also those of its tenant's
+-- other models; and where keys are of accounts, its other lanes move with what the account has been charged.
 local function add_held(lane, change)
-  local held = increment_field(HELD, lane.account, change)
-  if held <= 0 then set_field(HELD, lane.account, false) end
-  local rules = rules_of(lane.model)
+  local rules, most = rules_of(lane.model), slots_of_tenant(lane.tenant)
   local _, limit = weight_and_slot_limit(lane.account, rules)
-  local reaches_limit = limit > 0 and math.max(held, held - change) == limit
-  if policy_called(rules.policy).account_key or reaches_limit then reindex_account(lane.account) end
+  local of_account = add_slots(lane.account, change, limit > 0 and limit or nil)
+  if most and add_slots(lane.tenant, change, most) then
+    for model in string.gmatch(get_field(META, "models") or "", "[^\n]+") do
+      reindex_account(lane.tenant .. "|" .. model)
+    end
+  elseif of_account or policy_called(rules.policy).account_key then
+    reindex_account(lane.account)
+  end
 end

@@ -6,7 +6,8 @@ local rules_read = {}
 
 -- Read all that is configured for an account, with one command.
 local function load_rules(lane)
-  load_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant)
+  load_fields(RULES, "account " .. lane.account, "model " .. lane.model, "tenant " .. lane.tenant,
+    "slots " .. lane.tenant, "slots ")
 end
 
 -- Of a model: "<policy> <head_start> <state> <tenant_slots> <affinity> <breaker_failures>", times in ms.
@@ -30,6 +31,12 @@ local function weight_and_slot_limit(account, rules)
   return tonumber(weight), tonumber(slots) > 0 and tonumber(slots) or rules.tenant_slots
 end
 
+-- Return how many slots of the fleet a tenant may hold at once, nil: any number.  A tenant that is so limited has a
+-- count of them in HELD, beside those of its accounts.
+local function slots_of_tenant(tenant)
+  return tonumber(get_field(RULES, "slots " .. tenant) or get_field(RULES, "slots ") or "")
+end
+
 local function is_stopped(state) return state == "paused" or state == "frozen" end
 
 -- Return why no job of this account is offered now; nil: nothing of its tenant is in its way.
@@ -38,4 +45,6 @@ local function tenant_blocked_by(tenant, account, rules)
   if is_stopped(state) then return "tenant_" .. state end
   local _, limit = weight_and_slot_limit(account, rules)
   if limit > 0 and get_number(HELD, account) >= limit then return "tenant_slots" end
+  local most = slots_of_tenant(tenant)
+  if most and get_number(HELD, tenant) >= most then return "max_slots" end
 end

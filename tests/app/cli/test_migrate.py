@@ -10,7 +10,10 @@ from app.cli.__main__ import main
 from tasks import services
 from tests.support.api import Api, clear_wiring
 
-_LOST = "jobs.terms, tenants.limits, api_keys, catalog_changes, job_labels, jobs.given_times, queue_epochs, jobs.labels"
+_LOST = (
+    "usage_days, jobs.terms, tenants.limits, api_keys, catalog_changes, job_labels, jobs.given_times, queue_epochs, "
+    "jobs.labels"
+)
 
 
 def _migrate(*words: str, answer: str = "") -> Result:

@@ -1,6 +1,6 @@
 """Celery's messages and results."""
 
-from tests.nightly.mutants.operators import Mutant, swap, swap_argument
+from tests.nightly.mutants.operators import Mutant, always, never, swap, swap_argument
 
 MUTANTS = [
     Mutant(
@@ -31,6 +31,62 @@ MUTANTS = [
         swap("broker_channel_error_retry = True", "broker_channel_error_retry = False"),
         kills=["test_redis_answers_and_refuses_writes"],
         breaks="outages",
+    ),
+    Mutant(
+        "a message needs no token where keys are required",
+        "tasks.identity:identify_message",
+        always("not TaskSettings().require_keys"),
+        kills=["test_a_token_is_valid_while_its_key_is"],
+        breaks="KEY-1",
+        still="test_without_keys_each_message_and_call_is_the_local_identitys",
+    ),
+    Mutant(
+        "a token outlives its end",
+        "tasks.security.celery_tokens:read_token",
+        never("now_ms() >= expires_ms"),
+        kills=["test_a_token_ends"],
+        breaks="KEY-1",
+        still="test_a_changed_token_is_refused",
+    ),
+    Mutant(
+        "a token outlives its key",
+        "tasks.identity:_check",
+        never("identity is None"),
+        kills=["test_a_token_is_valid_while_its_key_is"],
+        breaks="KEY-1",
+        still="test_a_changed_token_is_refused",
+    ),
+    Mutant(
+        "a key submits for any tenant",
+        "slotkeeper.registry.identity:Identity.tenant_of_job",
+        always("named is None or named == self.tenant.name or self.operates"),
+        kills=["test_a_key_submits_for_its_own_tenant_and_one_that_operates_for_all"],
+        breaks="KEY-1",
+        still="test_a_token_is_valid_while_its_key_is",
+    ),
+    Mutant(
+        "an operator reads payloads whole",
+        "app.payloads:redact",
+        swap("parent[pointer[-1] if isinstance(parent, dict) else int(pointer[-1])] = _REDACTED", "pass"),
+        kills=["test_a_tenant_reads_its_payload_and_who_operates_reads_it_redacted_which_is_noted"],
+        breaks="privacy",
+        still="test_without_keys_all_clients_are_one",
+    ),
+    Mutant(
+        "a job may ask for more than its model allows",
+        "slotkeeper.registry.run_config:read_on_failure",
+        never('asked is not None and name != "jitter" and asked > allowed'),
+        kills=["test_a_policy_that_is_none_or_asks_for_more_is_refused"],
+        breaks="limits",
+        still="test_what_a_job_names_counts_and_the_rest_is_its_models",
+    ),
+    Mutant(
+        "slot time has no limit",
+        "routing.admission.submit_limits:_check_slot_time",
+        never("used_ms >= 1000 * quota_s"),
+        kills=["test_a_tenant_that_has_used_its_slot_time_submits_again_when_the_time_is_over"],
+        breaks="limits",
+        still="test_slot_times_are_read_at_most_every_five_seconds",
     ),
     Mutant(
         "a revoked wake-up is dropped",

@@ -37,10 +37,15 @@ def test_a_job_runs_only_in_its_environment(client: Redis) -> None:
         Server("both", attributes={"environment": "testnet,production"}),
         Server("open"),
     )
-    assert {*_on(room, "j1", TESTNET), *_on(room, "j2", TESTNET)} == {"test", "both"}
-    assert _on(room, "j3", TESTNET) == [], "a server that declares none is for production"
-    assert _on(room, "j4") == ["open"]
-    assert _on(room, "j5") == []
+    assert {*_on(room, "j1"), *_on(room, "j2")} == {"both", "open"}
+    assert _on(room, "j3") == [], "the server of the testnet is free"
+    assert _on(room, "j4", TESTNET) == ["test"]
+
+
+def test_a_job_of_another_environment_does_not_run_on_a_server_that_declares_none(client: Redis) -> None:
+    room = Room(client).with_servers(Server("open"), Server("both", attributes={"environment": "testnet,production"}))
+    assert _on(room, "j1", TESTNET) == ["both"]
+    assert _on(room, "j2", TESTNET) == []
 
 
 def test_many_free_servers_of_another_environment_keep_no_job_from_its_server(client: Redis) -> None:

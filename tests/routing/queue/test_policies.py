@@ -251,6 +251,28 @@ def test_a_tenant_holds_no_more_slots_than_it_may(room, policy):
 
 
 @every_policy
+def test_a_tenant_holds_at_most_max_slots_of_a_fleet(room, policy):
+    """Of all models together; a limit for all is that of each tenant without its own."""
+    for model in ("zimg", "flux"):
+        room.configure(model, policy=policy)
+    room.rules |= {"slots t0": "3", "slots ": "4"}
+    room.with_servers(Server("gpu", models=("zimg", "flux"), slots=20))
+    jobs = [a(f"j{n}", n, tenant=f"t{n % 3}", model=("zimg", "flux")[n // 3 % 2]) for n in range(36)]
+    held = room.enqueue(*jobs, limit=100)
+    assert Counter(by_tenant(jobs, list(room.taken().values()))) == {"t0": 3, "t1": 4, "t2": 4}
+    for _ in range(5):  # Whoever gives one back gets the next, of whichever model.
+        offer = held.pop(0)
+        _, (following,) = room.release(offer, "", limit=100)
+        assert by_tenant(jobs, [following.job]) == by_tenant(jobs, [offer.job])
+        held.append(following)
+    room.rules["slots t0"] = "5"
+    del room.rules["slots "]
+    room.sync(*room.servers)
+    room.offer()
+    assert Counter(by_tenant(jobs, list(room.taken().values())))["t0"] == 5
+
+
+@every_policy
 @pytest.mark.parametrize("state", ["paused", "frozen"])
 def test_a_stopped_model_is_offered_to_nobody_until_it_goes_on(room, policy, state):
     room.configure(policy=policy, state=state).with_slots(2)

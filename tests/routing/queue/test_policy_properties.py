@@ -222,6 +222,14 @@ class PoliciesMachine(RuleBasedStateMachine):
             self.room.rules[f"tenant {_safe(tenant)}"] = state
         self._sync()
 
+    @rule(tenant=chosen((*TENANTS, "")), most=chosen((None, 1, 2, 3)))
+    def limit_a_tenant(self, tenant, most):
+        """`tenant` "": each that has no limit of its own."""
+        self.room.rules.pop(f"slots {_safe(tenant)}", None)
+        if most is not None:
+            self.room.rules[f"slots {_safe(tenant)}"] = str(most)
+        self._sync()
+
     @rule(server=chosen(sorted(SERVERS)), state=chosen(("online", "online", "paused", "gone")))
     def change_a_server(self, server, state):
         self.servers[server] = state
@@ -305,7 +313,12 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     def _check_counters(self, at: Standing, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
         held = Counter(_account(lease["lane"]) for lease in leases.values())
-        assert at.hash("held") == {account: str(count) for account, count in held.items()}
+        of_tenants: Counter[str] = Counter()
+        for account, count in held.items():
+            tenant = account.partition("|")[0]
+            of_tenants[tenant] += count if self._most_slots(tenant) < inf else 0
+        counts = {name: str(count) for name, count in (held | of_tenants).items() if count}
+        assert at.hash("held") == counts
         waiting: Counter[str] = Counter()
         for lane, members in lanes.items():
             waiting[lane.rsplit("|", 1)[1]] += len(members)
@@ -316,6 +329,9 @@ class PoliciesMachine(RuleBasedStateMachine):
         taken = Counter(lease["slot"].rsplit("-slot", 1)[0] for lease in leases.values())
         for name in at.hash("servers"):  # What is known of the others is forgotten, until they come back.
             assert int(at.hash(f"stats:server:{name}").get("taken", 0)) == taken[name]
+
+    def _most_slots(self, tenant: str) -> float:
+        return float(self.room.rules.get(f"slots {tenant}") or self.room.rules.get("slots ") or inf)
 
     def _check_indexes(self, at: Standing, lanes: dict[str, Any]) -> None:
         by_class, marks = defaultdict(set), defaultdict(set)
@@ -378,7 +394,9 @@ class PoliciesMachine(RuleBasedStateMachine):
         config, key = self.configs[model], at.scores(f"classes:{digest}|{model}")[lane]
         head = self.jobs[min(members, key=lambda member: members[member]).rsplit("@", 1)[0]]
         stopped = self.room.rules.get(f"tenant {tenant}") in ("paused", "frozen")
-        blocked = stopped or (config.tenant_slots or inf) <= held[f"{tenant}|{model}"]
+        of_all_models = sum(held[f"{tenant}|{each}"] for each in MODELS)
+        is_full = self._most_slots(tenant) <= of_all_models
+        blocked = stopped or (config.tenant_slots or inf) <= held[f"{tenant}|{model}"] or is_full
         assert (key == inf) == blocked
         if blocked or config.policy != "fair":
             self.turns.pop(lane, None)

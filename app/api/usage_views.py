@@ -1,0 +1,80 @@
+"""What tenants have used: time of slots, runs and jobs, by day and model."""
+
+import csv
+import io
+from collections.abc import Iterable
+from datetime import UTC, date, datetime
+from typing import Any
+
+from flask import Response, request
+
+from app.api.openapi import blueprint, problem_responses
+from app.auth.access import visible_name
+from app.schemas.tenant_schemas import TenantPath, UsageList, UsageQuery, UsageRow
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import InvalidRequest
+from slotkeeper.registry.identity import Scope
+from slotkeeper.registry.usage import Usage, UsageKey, month_start_ms, read_usage
+from tasks.services import database
+
+api = blueprint("usage", "Own tenant", "/tenants", scope=Scope.READ)
+
+_CSV = "text/csv"
+_EPOCH = date(1970, 1, 1).toordinal()
+
+
+@api.get("/<path:tenant>/usage", responses={200: UsageList, **problem_responses(404, 422)})
+def list_usage(path: TenantPath, query: UsageQuery) -> dict[str, Any] | Response:
+    """List what a tenant has used, by UTC day and model, the oldest first.  `me` is the tenant of the key that is used.
+
+    With `Accept: text/csv` the response is a table with a line of names.
+    """
+    tenant = visible_name(path.tenant)
+    rows = usage_rows(tenant, query)
+    if request.accept_mimetypes.best_match(["application/json", _CSV]) != _CSV:
+        return UsageList.build(tenant=tenant, usage=rows)
+    return Response(_as_csv(rows), content_type=f"{_CSV}; charset=utf-8")
+
+
+def usage_rows(tenant: str, query: UsageQuery) -> list[dict[str, Any]]:
+    """Return UsageRow of each day and model, or of each model.  Raises InvalidRequest."""
+    now = now_ms()
+    first = query.first or _date_of(month_start_ms(now))
+    last = query.last or _date_of(now)
+    if last < first:
+        raise InvalidRequest("to", "to must not be before from")
+    used = read_usage(database(), tenant, first.toordinal() - _EPOCH, last.toordinal() - _EPOCH)
+    if query.by == "model":
+        return [_row(None, model, usage) for model, usage in sorted(_sum_by_model(used.items()).items())]
+    return [_row(date.fromordinal(key.day + _EPOCH).isoformat(), key.model, usage) for key, usage in used.items()]
+
+
+def _date_of(at_ms: int) -> date:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).date()
+
+
+def _sum_by_model(used: Iterable[tuple[UsageKey, Usage]]) -> dict[str, Usage]:
+    sums: dict[str, Usage] = {}
+    for key, usage in used:
+        sums.setdefault(key.model, Usage()).add(usage)
+    return sums
+
+
+def _row(day: str | None, model: str, usage: Usage) -> dict[str, Any]:
+    return UsageRow.build(
+        day=day,
+        model=model,
+        slot_s=usage.slot_ms / 1000,
+        runs=usage.runs,
+        accepted=usage.accepted,
+        completed=usage.completed,
+        ended=usage.ended,
+    )
+
+
+def _as_csv(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(UsageRow.model_fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,120 @@
+"""What a tenant has used: counted once, by UTC day and model, and limited."""
+
+import pytest
+
+from routing.dispatch.outcome import OutcomeKind
+from routing.queries.job_counters import EventCounter
+from slotkeeper.errors import TooManyRequests
+from slotkeeper.registry.identity import Scope
+from slotkeeper.registry.usage import DAY_MS, SlotTimes, Usage, UsageKey, delete_old_days, month_end_ms, read_usage
+from tests.support.api import Api
+from tests.support.stage import Stage
+
+KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
+
+
+def _count(stage: Stage) -> None:
+    while EventCounter(stage.database).count_new_events():
+        pass
+
+
+def _run(stage: Stage, ms: int, kind: OutcomeKind = OutcomeKind.DONE, **fields: object) -> None:
+    stage.submit(**fields)
+    run = stage.start()
+    stage.later(ms)
+    stage.settle(run, kind)
+
+
+def test_a_run_counts_once_on_the_day_of_its_end_also_if_it_failed(stage: Stage) -> None:
+    stage.register(1, max_retries=0)
+    _run(stage, 2_000, tenant="acme")
+    _run(stage, 500, OutcomeKind.FAILED, tenant="acme")
+    _count(stage)
+    _run(stage, 1_000, OutcomeKind.RETRY, tenant="acme")
+    _run(stage, 3, OutcomeKind.BUSY, tenant="acme")
+    day = stage.now // DAY_MS
+    stage.later(DAY_MS)
+    _count(stage)
+    _count(stage)
+    used = read_usage(stage.database, "acme", 0, 1 << 20)
+    assert used == {UsageKey("acme", day, "zimg"): Usage(slot_ms=3_503, runs=3, accepted=4, completed=1, ended=2)}
+    assert read_usage(stage.database, "other", 0, 1 << 20) == {}
+
+
+def test_another_process_counts_nothing_twice(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.register(1)
+    _run(stage, 100)
+    late = EventCounter(stage.database)
+    monkeypatch.setattr(late, "_position", lambda: 0)
+    _count(stage)
+    before = read_usage(stage.database, "default", 0, 1 << 20)
+    assert late.count_new_events() == 0
+    assert read_usage(stage.database, "default", 0, 1 << 20) == before
+
+
+@pytest.mark.parametrize("word, ends_ms", [("day", lambda now: now - now % DAY_MS + DAY_MS), ("month", month_end_ms)])
+def test_a_tenant_that_has_used_its_slot_time_submits_again_when_the_time_is_over(stage: Stage, word, ends_ms) -> None:
+    stage.register(1)
+    acme = stage.limited("acme", **{f"slot_s_per_{word}": 2})
+    _run(stage, 1_900, tenant="acme")
+    _count(stage)
+    (receipt,) = stage.dispatcher.submit([stage.a(tenant="acme")], acme)
+    (left,) = receipt.rates
+    assert (left.name, left.quota, left.left, left.unit) == (f"slot-seconds-{word}", 2, 1, "slot-seconds")
+    run = stage.start()
+    stage.later(100)
+    stage.settle(run)
+    _count(stage)
+    with pytest.raises(TooManyRequests, match=f"has used 2 seconds of slots this {word}") as refused:
+        stage.submit(tenant="acme")
+    assert refused.value.facts["limit"] == f"slot_s_per_{word}"
+    assert [rate.left for rate in refused.value.rates] == [0]
+    stage.submit(tenant="other")
+    ends = ends_ms(stage.now)
+    assert stage.now + refused.value.retry_after_s * 1000 == pytest.approx(ends, abs=1000)
+    stage.set_clock(ends)
+    stage.submit(tenant="acme")
+
+
+def test_slot_times_are_read_at_most_every_five_seconds(stage: Stage) -> None:
+    stage.register(1)
+    now = [0.0]
+    times = SlotTimes(stage.database, clock=lambda: now[0])
+    assert times.of("default", stage.now) == (0, 0)
+    _run(stage, 100)
+    _count(stage)
+    assert times.of("default", stage.now) == (0, 0)
+    now[0] = 5.0
+    assert times.of("default", stage.now) == (100, 100)
+    stage.database.close()
+    now[0] = 10.0
+    assert times.of("default", stage.now) == (100, 100)
+
+
+def test_old_days_are_deleted(stage: Stage) -> None:
+    stage.register(1)
+    _run(stage, 100)
+    _count(stage)
+    delete_old_days(stage.database, stage.now + 400 * DAY_MS)
+    assert read_usage(stage.database, "default", 0, 1 << 20) != {}
+    delete_old_days(stage.database, stage.now + 401 * DAY_MS)
+    assert read_usage(stage.database, "default", 0, 1 << 20) == {}
+
+
+@KEYED
+def test_a_tenant_reads_its_usage_as_json_and_as_a_table(api: Api) -> None:
+    root, acme = api.with_key("root", Scope.OPERATE), api.with_key("acme")
+    assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
+    api.submitted(acme)
+    EventCounter(api.database).count_new_events()
+    told = api.client.get("/tenants/me/usage", headers=acme).json
+    assert (told["tenant"], [(row["model"], row["accepted"]) for row in told["usage"]]) == ("acme", [("zimg", 1)])
+    by_model = api.client.get("/tenants/acme/usage?by=model", headers=root).json["usage"]
+    assert [(row["day"], row["accepted"], row["slot_s"]) for row in by_model] == [(None, 1, 0.0)]
+    table = api.client.get("/tenants/me/usage", headers=acme | {"Accept": "text/csv"})
+    assert table.content_type == "text/csv; charset=utf-8"
+    assert table.text.splitlines()[0] == "day,model,slot_s,runs,accepted,completed,ended"
+    assert table.text.splitlines()[1].endswith(",zimg,0.0,0,1,0,0")
+    assert api.client.get("/tenants/root/usage", headers=acme).status_code == 404
+    assert api.client.get("/tenants/me/usage?from=2030-02-01&to=2030-01-01", headers=acme).json["field"] == "to"
+    assert api.client.get("/tenants/me/usage?from=1990-01-01&to=1990-01-31", headers=acme).json["usage"] == []

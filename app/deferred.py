@@ -22,6 +22,7 @@ class WaitForJob:
 
     job_id: str
     seconds: float
+    gone_s: float | None = None  # `cancel_when_gone` of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class FollowEvents:
     event_filter: EventFilter
     after: int | None
     progress_after: EntryId = FIRST_ENTRY
+    gone_s: float | None = None  # `cancel_when_gone` of the job that is followed
 
 
 def defer(environ: MutableMapping[str, Any], work: WaitForJob | FollowEvents) -> bool:

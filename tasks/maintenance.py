@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs
+from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs, watched
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
 from routing.maintenance.sweep import Sweeper
@@ -131,8 +131,12 @@ def sweep() -> None:
 
 @_periodic_task("keep_time")
 def keep_time() -> None:
-    """Promote the jobs that are due, and expire those past their deadlines; of very many a batch of each in turn."""
+    """Promote jobs that are due, expire those past their deadlines, and cancel those whose clients have left.
+
+    Of very many, a batch of each in turn.
+    """
     until = time.monotonic() + _KEEP_TIME_LIMIT_S
+    watched.cancel_unwatched(dispatcher())
     while deadlines.promote_due_jobs(dispatcher(), 0) + deadlines.expire_deadlines(dispatcher(), 0):
         if time.monotonic() >= until:
             return

@@ -49,6 +49,7 @@ _REFUSED_OPTIONS = {
     **dict.fromkeys(("time_limit", "soft_time_limit"), _LIMITS_HINT),
     **dict.fromkeys(("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers"), _PUBLISHING_HINT),
     **dict.fromkeys(("serializer", "compression"), "a payload is a JSON object, and stored as one"),
+    "cancel_when_gone": "a Celery client waits at the result backend, which nobody sees; use expires",
     "rate_limit": "a model runs as many jobs as it has slots, and a tenant as many as tenant_slots lets it hold",
     "max_retries": "retries are bounded by max_retries of the model's configuration",
     "retries": "retries are counted in the record",

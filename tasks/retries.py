@@ -77,9 +77,15 @@ def countdown_s(failures: int, config: ModelConfig, retry_after_s: float | None 
 
 
 def decide_end(
-    run: Run, outcome: Outcome | StopReason, config: ModelConfig, settings: RoutingSettings, *, canceling: bool
+    run: Run,
+    outcome: Outcome | StopReason,
+    config: ModelConfig,
+    settings: RoutingSettings,
+    *,
+    canceling: bool,
+    max_result_bytes: int | None = None,
 ) -> Decision:
-    """Return the decision on how a run with this outcome ends.  `canceling`: as in `decide`."""
+    """Return the decision on how a run with this outcome ends.  `canceling`, `max_result_bytes`: as in `decide`."""
     delay_ms = 0
     if isinstance(outcome, Outcome) and outcome.kind in _RETRIED_KINDS:
         config = with_task_options(config)
@@ -93,4 +99,5 @@ def decide_end(
         canceling=canceling,
         server_keeps_result=keeps_results(run.described_by),
         retry_delay_ms=delay_ms,
+        max_result_bytes=max_result_bytes,
     )

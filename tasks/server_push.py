@@ -153,7 +153,14 @@ def apply_push(job: Job, outcome: Outcome) -> bool:
         return False
     config = apply_terms(dispatcher().catalog.resolve(job.model).config, job.terms)
     canceling = active.run.cancel_requested
-    decision = retries.decide_end(active.run, outcome, config, dispatcher().settings, canceling=canceling)
+    decision = retries.decide_end(
+        active.run,
+        outcome,
+        config,
+        dispatcher().settings,
+        canceling=canceling,
+        max_result_bytes=dispatcher().catalog.get().limits_of(job.tenant).max_result_bytes,
+    )
     return end_run(dispatcher(), active, decision) is not None
 
 

@@ -36,12 +36,14 @@ from app.schemas.job_schemas import (
     estimated_start_s,
     position_fields,
 )
+from app.watched import keep_watched
 from routing.queries import explain, job_list, short_ids
 from routing.queries.job_list import Batch
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound, NotFound
 from slotkeeper.jobs.states import State
+from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox import retention
 from slotkeeper.registry.identity import Scope
@@ -63,9 +65,11 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
     of its id, or its last 8, are enough.  409: several jobs have such an id; `candidates` lists some of them.
     """
     job = visible_job(path.job_id)
+    gone_s = decode_terms(job.terms).cancel_when_gone
     if query.wait and job.finished_ms is None:
+        keep_watched(job.id, gone_s)
         # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
-        defer(request.environ, WaitForJob(job.id, query.wait))
+        defer(request.environ, WaitForJob(job.id, query.wait, gone_s))
     payload = read_payload(job) if query.include else None
     return JobDetail.build(job, payload=payload, **position_fields(job.state, _position_of(job)))
 

@@ -11,6 +11,8 @@ from app.problems import ProblemError
 from app.schemas.cursors import NUMBER, PROGRESS_ID, model_filter, parse_event_id, parse_progress_id
 from app.schemas.event_schemas import MAX_ID_CHARS, JobEvent, JobStreamQuery, ProgressEvent, StreamQuery
 from app.schemas.job_schemas import JobPath
+from app.watched import keep_watched
+from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.outbox import event_reader
 from slotkeeper.registry.identity import Scope
 
@@ -63,7 +65,9 @@ def stream_job(path: JobPath, query: JobStreamQuery) -> Response:
         database = dispatcher().store.database
         if not event_reader.read_page(database, after, 1, job.id).events:
             return Response(status=204)  # A browser does not reconnect after this.
-    return _stream(FollowEvents(EventFilter(job_id=job.id), after, progress))
+    gone_s = decode_terms(job.terms).cancel_when_gone
+    keep_watched(job.id, gone_s)
+    return _stream(FollowEvents(EventFilter(job_id=job.id), after, progress, gone_s))
 
 
 def _last_event_id(after: str | None) -> str | None:

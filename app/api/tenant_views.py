@@ -83,7 +83,9 @@ def get_limits() -> dict[str, Any]:
 @api.patch("/limits", responses={200: LimitsView, **problem_responses(400, 413, 415, 422)})
 def change_limits(body: LimitsBody) -> dict[str, Any]:
     """Change the limits of the installation, within a second everywhere."""
-    return LimitsView.build(limits=Tenants(database()).change(INSTALLATION, body.changes, now_ms()).model_dump())
+    limits = Tenants(database()).change(INSTALLATION, body.changes, now_ms())
+    refresh_redis(*dispatcher().catalog.refresh().fleets())
+    return LimitsView.build(limits=limits.model_dump())
 
 
 @api.get("/webhook-secrets/<path:tenant>", responses={200: WebhookSecretView, **problem_responses(404, 422)})

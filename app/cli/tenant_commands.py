@@ -195,6 +195,7 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 @click.option("--max-slots", type=click.IntRange(0, 1_000_000), help="Slots that it may hold at once; 0: any number.")
 @click.option("--slot-s-per-day", type=click.FloatRange(min=0), help="Seconds of slots a day, UTC; 0: no limit.")
 @click.option("--slot-s-per-month", type=click.FloatRange(min=0), help="Seconds of slots a month, UTC; 0: no limit.")
+@click.option("--max-result-bytes", type=click.IntRange(min=0), help="Largest result of a job; 0: no limit.")
 @click.option("--max-payload-bytes", type=click.IntRange(min=0), help="Largest payload of a job; 0: no limit.")
 def change_tenant(
     name: str | None,
@@ -207,7 +208,7 @@ def change_tenant(
 ) -> None:
     """Change the limits of a tenant.
 
-    The new limits take effect within a second.  The keys and the webhooks of the tenant stay.
+    The new limits take effect within two seconds.  The keys and the webhooks of the tenant stay.
     """
     from slotkeeper.clock import now_ms
     from slotkeeper.registry.tenant_limits import INSTALLATION

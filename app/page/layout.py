@@ -35,12 +35,16 @@ THEMES = ("light", "dark", "auto")
 
 @dataclass(frozen=True, slots=True)
 class NavItem:
-    """An entry of the navigation, shown to keys with this scope.  with_keys: only where keys are required."""
+    """An entry of the navigation, shown to keys with this scope.
+
+    with_keys: only where keys are required.  of_tenants: not to those who operate, who find it elsewhere.
+    """
 
     name: str
     path: str
     scope: Scope = Scope.OPERATE
     with_keys: bool = False
+    of_tenants: bool = False
 
     @property
     def is_current(self) -> bool:
@@ -56,7 +60,7 @@ NAVIGATION = (
     NavItem("Dead", "/page/dead", Scope.MANAGE),
     NavItem("Tenants", "/page/tenants"),
     NavItem("Keys", "/page/keys", Scope.KEYS, with_keys=True),
-    NavItem("Usage", "/page/usage", Scope.READ),
+    NavItem("Usage", "/page/usage", Scope.READ, of_tenants=True),
     NavItem("Webhooks", "/page/webhooks", Scope.READ),
     NavItem("Audit", "/page/audit", Scope.AUDIT),
     NavItem("Settings", "/page/settings"),
@@ -79,7 +83,8 @@ def template_values() -> dict[str, Any]:
 
 
 def _is_shown(item: NavItem, identity: Identity) -> bool:
-    return identity.may(item.scope) and (keys_required() or not item.with_keys)
+    is_elsewhere = (item.with_keys and not keys_required()) or (item.of_tenants and identity.operates)
+    return identity.may(item.scope) and not is_elsewhere
 
 
 def _message_for(code: str) -> str | None:

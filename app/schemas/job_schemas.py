@@ -199,6 +199,9 @@ class JobView(ResponseSchema, source=Job):
         description="How it is retried, where it differs from its model's configuration; null: in nothing."
     )
     expected_output: Annotated[int | None, From(lambda job: decode_terms(job.terms).expected_output)]
+    cancel_when_gone: Annotated[float | None, From(lambda job: decode_terms(job.terms).cancel_when_gone)] = Field(
+        description="Seconds without a client that waits for it, after which it is canceled."
+    )
     tenant: str
     batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")
     attempts: int = Field(description="Number of runs that were started on a server.")

@@ -111,6 +111,9 @@ class LimitsBody(BodySchema):
     )
     slot_s_per_month: float | None = Field(None, gt=0, description="The same of a month (UTC).")
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
+    max_result_bytes: int | None = Field(
+        None, ge=1, description="Largest result of a job, as JSON; a larger one fails the job."
+    )
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -18,6 +19,7 @@ from app.config import AppSettings
 from app.factory import create_app
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
+from app.watched import renew_watched
 from routing.progress import ProgressFollower
 from slotkeeper import logs
 from slotkeeper.config import exit_if_refused
@@ -44,7 +46,13 @@ def main() -> NoReturn:
     database = services.database()
     progress_follower = ProgressFollower(services.scripts())
     web = WebApplication(
-        flask, settings, key_cache_of(flask), _connection_limit(settings.max_connections), database, progress_follower
+        flask,
+        settings,
+        key_cache_of(flask),
+        _connection_limit(settings.max_connections),
+        database,
+        progress_follower,
+        partial(renew_watched, services.dispatcher()),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own handlers, and raises the signal again at the end.

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -97,8 +97,13 @@ class WebApplication:
         most_connections: int,
         database: Database,
         progress_follower: ProgressFollower,
+        keep_watched: Callable[[Mapping[str, float]], object],
     ) -> None:
-        """`key_cache` None: no keys are required.  `progress_follower`: delivers the progress of jobs to streams."""
+        """`key_cache` None: no keys are required.  `progress_follower`: delivers the progress of jobs to streams.
+
+        keep_watched: is called each second, in a thread, with the jobs that clients wait for and that are canceled when
+        none does, and their `cancel_when_gone`.
+        """
         self.settings, self._wsgi = settings, wsgi
         self._key_cache, self.progress_follower = key_cache, progress_follower
         self.limits = ConnectionLimits(settings, most_connections, self.stop)
@@ -119,6 +124,9 @@ class WebApplication:
         self._anonymous = FairPool("anonymous", 2, 1)
         self._readiness = FairPool("readiness", 1, 1)  # Probes send no key, and must not wait for anonymous clients.
         self._open: dict[EventStream, tuple[HttpRequest, asyncio.Task[None]]] = {}
+        self._keep_watched = keep_watched
+        self._watching: Counter[tuple[str, float]] = Counter()  # (job, its cancel_when_gone): clients that wait for it
+        self._renewing: asyncio.Task[object] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = HttpRequest(scope, receive, send)
@@ -253,6 +261,19 @@ class WebApplication:
 
     # -- without a thread ------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _watch(self, job_id: str | None, gone_s: float | None) -> Iterator[None]:
+        """A client waits for a job in the block."""
+        if job_id is None or gone_s is None:
+            yield
+            return
+        self._watching[job_id, gone_s] += 1
+        try:
+            yield
+        finally:
+            self._watching[job_id, gone_s] -= 1
+            self._watching += Counter()  # Removes jobs for which nobody waits.
+
     async def _wait(self, request: HttpRequest, response: Response, waiting: WaitForJob) -> Response:
         """Call Flask again when the job has ended or the time is over.  Return `response` if that is not possible."""
         with self.waiting.take(request.owner.account) as has_place:
@@ -262,7 +283,8 @@ class WebApplication:
                 asyncio.create_task(self.feed.wait_for_end(waiting.job_id)),
                 asyncio.create_task(request.disconnected()),
             ]
-            await asyncio.wait(tasks, timeout=waiting.seconds, return_when=asyncio.FIRST_COMPLETED)
+            with self._watch(waiting.job_id, waiting.gone_s):
+                await asyncio.wait(tasks, timeout=waiting.seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
         request.environ[CAN_DEFER] = False
@@ -294,7 +316,8 @@ class WebApplication:
             sending = asyncio.create_task(_send(request, stream))
             disconnected = asyncio.create_task(request.disconnected())
             self._open[stream] = request, sending
-            await asyncio.wait((sending, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            with self._watch(deferred_stream.event_filter.job_id, deferred_stream.gone_s):
+                await asyncio.wait((sending, disconnected), return_when=asyncio.FIRST_COMPLETED)
             sending.cancel()
             disconnected.cancel()
             del self._open[stream]
@@ -306,7 +329,10 @@ class WebApplication:
     # -- time --------------------------------------------------------------------------------------------------------
 
     async def run_timeouts(self) -> None:
-        """Close connections that take too long, and refresh the keys.  Runs until it is canceled."""
+        """Close connections that take too long, refresh the keys, and keep jobs that clients wait for.
+
+        Runs until it is canceled.
+        """
         keys_due, evicted = self.limits.now(), 0
         while True:
             now = self.limits.now()
@@ -320,6 +346,8 @@ class WebApplication:
             if self._key_cache is not None and now >= keys_due:
                 keys_due = now + KEYS_EVERY_S
                 self._refreshing = asyncio.create_task(self._refresh_keys(self._key_cache))
+            if self._watching and (self._renewing is None or self._renewing.done()):
+                self._renewing = asyncio.create_task(asyncio.to_thread(self._keep_watched, dict(self._watching.keys())))
             await asyncio.sleep(_TICK_S)
 
     async def _refresh_keys(self, cache: KeyCache) -> None:

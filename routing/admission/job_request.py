@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from routing.admission.constraints import CHOICE_SCHEMAS
 from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
-from slotkeeper.jobs.terms import MAX_OUTPUT, OnFailure
+from slotkeeper.jobs.terms import MAX_GONE_S, MAX_OUTPUT, MIN_GONE_S, OnFailure
 
 MODEL_PATTERN = "[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}"
 
@@ -100,6 +100,12 @@ _Size = Annotated[
 ]
 
 
+_Gone = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": MIN_GONE_S, "maximum": MAX_GONE_S}, {"type": "null"}]}),
+]
+
+
 class JobRequest(BaseModel):
     """What a client may ask for: the body of a submit, the arguments of Celery's `infer`, the options of the commands.
 
@@ -156,6 +162,12 @@ class JobRequest(BaseModel):
         None,
         description="Expected size of the result, in a unit of the model, such as tokens.  It is shown, and a "
         "description may send it to the server.",
+    )
+    cancel_when_gone: Annotated[
+        _Gone, Given(None, "--cancel-when-gone", "SECONDS", "Cancel it when no client has waited for it for so long.")
+    ] = Field(
+        None,
+        description="Seconds: it is canceled when no client has waited for it for so long, by `wait` or its stream.",
     )
     ttl: Annotated[_Seconds, Given(None, "--ttl", help="Seconds after which the job expires.")] = Field(
         None, description="Seconds from now after which the job expires."

@@ -13,7 +13,7 @@ from routing.admission.job_request import MODEL_PATTERN, REQUEST_FIELDS, JobRequ
 from routing.admission.labels import encode_labels
 from slotkeeper import json_text, trace_context
 from slotkeeper.errors import InvalidJob
-from slotkeeper.jobs.terms import MAX_OUTPUT, JobTerms
+from slotkeeper.jobs.terms import MAX_GONE_S, MAX_OUTPUT, MIN_GONE_S, JobTerms
 from slotkeeper.jobs.values import (
     PRIORITY_DEFAULT,
     PRIORITY_LEAST_URGENT,
@@ -130,14 +130,18 @@ def prepare_job(
 
 def _terms(request: JobRequest, model: Model) -> str | None:
     """Return the terms of a job as they are stored.  Raises InvalidJob: its model does not allow them."""
-    if request.on_failure is None and request.expected_output is None:
+    on_failure, size, gone_s = request.on_failure, request.expected_output, request.cancel_when_gone
+    if on_failure is None and size is None and gone_s is None:
         return None
-    on_failure, size = request.on_failure, request.expected_output
     if on_failure is not None:
         on_failure = read_on_failure(on_failure, model.name, model.config)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_OUTPUT):
         raise InvalidJob("expected_output", f"expected_output must be a whole number from 1 to {MAX_OUTPUT}")
-    return JobTerms(on_failure=on_failure, expected_output=size).encode()
+    if gone_s is not None and (
+        isinstance(gone_s, bool) or not isinstance(gone_s, int | float) or not MIN_GONE_S <= gone_s <= MAX_GONE_S
+    ):
+        raise InvalidJob("cancel_when_gone", f"cancel_when_gone must be {MIN_GONE_S} to {MAX_GONE_S} seconds")
+    return JobTerms(on_failure=on_failure, expected_output=size, cancel_when_gone=gone_s).encode()
 
 
 def encode_payload(payload: Any, limit: int) -> str:

@@ -66,14 +66,20 @@ def decide(
     canceling: bool,
     server_keeps_result: bool = True,
     retry_delay_ms: int = 0,
+    max_result_bytes: int | None = None,
 ) -> Decision:
     """Return how a run ends that came to `outcome`.
 
     canceling: the job is to be canceled.  server_keeps_result: the server still has a result that was read.
-    retry_delay_ms: how long the job waits until it may start again, for SERVER_ERROR.
+    retry_delay_ms: how long the job waits until it may start again, for SERVER_ERROR.  max_result_bytes: of its tenant;
+    a larger result fails the job, which would get the same again.
     """
     if isinstance(outcome, StopReason):
         return _decide_stop(outcome, settings, now_ms)
+    result = json_text.dumps(outcome.result) if outcome.kind is OutcomeKind.DONE else None
+    if result is not None and max_result_bytes is not None and len(result) > max_result_bytes:
+        message = f"The result has {len(result)} bytes, and its tenant may have {max_result_bytes}."
+        outcome, result = Outcome(OutcomeKind.FAILED, code="result_too_large", message=message), None
     reason = _reason_of(run, outcome, config, now_ms, canceling)
     if reason is Reason.SERVER_ERROR and _is_repeated(run.last_error, outcome):
         reason = Reason.RETRIES_EXHAUSTED
@@ -83,7 +89,7 @@ def decide(
         quarantine = Quarantine(outcome.code or outcome.kind.value, now_ms + settings.withhold_max_ms)
     return Decision(
         reason,
-        result=json_text.dumps(outcome.result).decode() if outcome.kind is OutcomeKind.DONE else None,
+        result=None if result is None else result.decode(),
         error=_error(outcome, reason),
         due_ms=now_ms + retry_delay_ms if reason is Reason.SERVER_ERROR else None,
         signal=signal_of(reason, outcome.retry_after_s),

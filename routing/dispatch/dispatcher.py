@@ -23,6 +23,7 @@ from routing.queue.fleets import Fleets
 from routing.queue.leases import Lease, Leases
 from routing.queue.queues import Offer, Position, Queues, WithdrawResult
 from routing.queue.slots import Slots
+from routing.queue.watched_jobs import WatchedJobs
 from slotkeeper import audit
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
@@ -31,6 +32,7 @@ from slotkeeper.errors import Conflict, DatabaseUnavailable, JobNotFound, Unknow
 from slotkeeper.jobs import queue_epochs
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.store import JobStore, Transition
+from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import AcceptedJob, Job, JobError, NewJob, Quarantine, QueuedJob, Run
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.identity import Identity
@@ -39,7 +41,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 log = structlog.get_logger(__name__)
 
 _POSTPONED_AT_ONCE = 1000  # as many as the sweep reads at once
-_CANCELED_WAITING = JobError("canceled", "Canceled before it was started.")
+CANCELED_WAITING = JobError("canceled", "Canceled before it was started.")
 _OVERLONG_FACTOR, _MIN_OVERLONG_MS = 3, 10_000
 
 
@@ -111,6 +113,7 @@ class Dispatcher:
         self.admission = admission
         self._notifier = notifier
         self._check_url = check_url
+        self.watched = WatchedJobs(queues.scripts)
         self._postponed = PostponedJobs()
 
     # -- submit ----------------------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ class Dispatcher:
         notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
+        self._watch(new, now)
         receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
         entering = [receipt.job for receipt in receipts if receipt.accepted.enters_queue]
         positions = self.enqueue(entering, new=True)
@@ -163,6 +167,19 @@ class Dispatcher:
                 raise
             return [None] * len(new), []
         return [_make_notice(job, catalog) for job in new], rates
+
+    def _watch(self, new: Sequence[NewJob], now_ms: int) -> None:
+        """Watch the jobs that are to be canceled when their clients leave."""
+        due = {
+            job.id: now_ms + round(gone_s * 1000)
+            for job in new
+            if job.terms is not None and (gone_s := decode_terms(job.terms).cancel_when_gone) is not None
+        }
+        if due and not self.queues.is_unavailable():
+            try:
+                self.watched.add(due)
+            except RedisError as error:
+                log.warning("jobs_not_watched", jobs=len(due), error=str(error))
 
     def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
@@ -285,16 +302,16 @@ class Dispatcher:
 
     # -- cancel, revive --------------------------------------------------------------------------------------
 
-    def cancel(self, job_id: str) -> State:
+    def cancel(self, job_id: str, error: JobError = CANCELED_WAITING) -> State:
         """Cancel a job, and return its state: canceled, or running until its server has ended the run.
 
-        A job that is canceled already stays so: a client that got no answer asks again.
+        error: of a job that waits.  A job that is canceled already stays so: a client that got no answer asks again.
         Raises JobNotFound; Conflict if it has ended otherwise.
         """
         now = now_ms()
         canceling = audit.make_entry("job.cancel", job_id=job_id, now_ms=now)
         quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
-        moved = self.store.cancel_waiting(job_id, now, _CANCELED_WAITING, canceling.write, quarantine)
+        moved = self.store.cancel_waiting(job_id, now, error, canceling.write, quarantine)
         if moved is not None:
             crash_at("cancel_committed")
             self.withdraw([moved.job])
@@ -310,7 +327,7 @@ class Dispatcher:
         if job is None:
             raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
         if job.state not in FINAL_STATES:  # Its run ended between the two statements, and it waits again.
-            return self.cancel(job_id)
+            return self.cancel(job_id, error)
         if job.state is State.CANCELED:
             return job.state
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
@@ -326,7 +343,7 @@ class Dispatcher:
         while last_seq is not None:
             now = now_ms()
             quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
-            page = self.store.cancel_page_of_batch(batch, tenant, last_seq, now, _CANCELED_WAITING, quarantine)
+            page = self.store.cancel_page_of_batch(batch, tenant, last_seq, now, CANCELED_WAITING, quarantine)
             crash_at("cancel_committed")
             self.withdraw([*(moved.job for moved in page.ended), *page.asked])
             for moved in page.ended:

@@ -6,6 +6,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_JITTER = 0.25
+MIN_GONE_S, MAX_GONE_S = 5, 3600
+"""Seconds of `cancel_when_gone`."""
 MAX_OUTPUT = 10_000_000
 """The largest expected output."""
 
@@ -32,6 +34,7 @@ class JobTerms(BaseModel):
 
     on_failure: OnFailure | None = None
     expected_output: int | None = None
+    cancel_when_gone: float | None = None  # seconds for which no client has to wait for it
 
     def encode(self) -> str | None:
         """Return the terms as they are stored; None: there are none."""

@@ -103,6 +103,10 @@ class Keys:
         """hash: name of a rate of the tenant -> when the next submit is due by it, ms."""
         return f"{self._prefix}:rate:{tenant}"
 
+    def watched(self) -> str:
+        """zset: job -> when it is canceled unless a client waits for it, ms; see routing/queue/watched_jobs.py."""
+        return f"{self._prefix}:watched"
+
     def events(self) -> str:
         """stream: the newest events, each under the id "<its number>-0" as the field `event`; see lua/relay.lua."""
         return f"{self._prefix}:events"

@@ -210,7 +210,13 @@ class Executor:
             )
         config, is_large = self._server_calls.config_of(run), _is_large(outcome)
         decide = partial(
-            retries.decide_end, run, outcome, config, self._dispatcher.settings, canceling=worker_run.canceling
+            retries.decide_end,
+            run,
+            outcome,
+            config,
+            self._dispatcher.settings,
+            canceling=worker_run.canceling,
+            max_result_bytes=self._dispatcher.catalog.cached().limits_of(run.job.tenant).max_result_bytes,
         )
         async with self._large_end_lock if is_large else nullcontext():
             decision = await self._worker_loop.run_in_thread(decide) if is_large else decide()

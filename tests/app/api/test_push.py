@@ -8,9 +8,11 @@ import pytest
 
 from routing.dispatch.dispatcher import ActiveRun
 from slotkeeper import json_text, large_json
+from slotkeeper.clock import now_ms
 from slotkeeper.jobs import quarantine
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import JobError, Run
+from slotkeeper.registry.tenants import Tenants
 from tasks import server_push
 from tests.support.api import Api
 from tests.support.ends import end_run_with, store_end
@@ -75,6 +77,13 @@ def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: ActiveRu
     job = api.job(task.run.job.id)
     assert (answer.json["status"], job.state, job.failures) == ("delayed", State.DELAYED, 1)
     assert "out of memory" in (job.error_message or "")
+
+
+def test_a_pushed_result_that_is_larger_than_its_tenant_may_have_fails_the_job(api: Api, task: ActiveRun) -> None:
+    Tenants(api.database).change("default", {"max_result_bytes": 5}, now_ms())
+    api.dispatcher.catalog.refresh()
+    _push(api, task.run.job.id, _token(task), DONE)
+    assert api.job(task.run.job.id).error_code == "result_too_large"
 
 
 def test_a_pushed_end_without_a_result_is_told_once(api: Api) -> None:

@@ -27,12 +27,20 @@ def test_a_job_shows_its_terms(api: Api) -> None:
         ({"on_failure": {"retries": 1}}, "on_failure.retries"),
         ({"expected_output": 0}, "expected_output"),
         ({"expected_output": True}, "expected_output"),
+        ({"cancel_when_gone": 4}, "cancel_when_gone"),
+        ({"cancel_when_gone": 3601}, "cancel_when_gone"),
     ],
 )
 def test_terms_that_are_none_are_refused(api: Api, fields: dict[str, object], field: str) -> None:
     api.register()
     told = api.submit(**fields)
     assert (told.status_code, told.json["field"]) == (422, field)
+
+
+def test_celery_refuses_to_cancel_for_a_client_that_nobody_sees(api: Api) -> None:
+    for arguments, given in ({}, {"cancel_when_gone": 9}), ({"cancel_when_gone": 9}, {}):
+        with pytest.raises(InvalidJob, match="cancel_when_gone"):
+            options.read_submission("j1", ("zimg",), arguments, given, LOCAL_IDENTITY)
 
 
 def test_other_terms_make_another_request(api: Api) -> None:

@@ -8,16 +8,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from sqlalchemy import insert
 
 from app.auth.api_keys import KeyCache, Owner, OwnerKind
 from app.config import AppSettings
 from app.server import event_stream as streaming
 from app.server.application import WebApplication
+from app.watched import renew_watched
+from routing.maintenance.watched import cancel_unwatched
 from routing.progress import EntryId, ProgressFollower
 from routing.scripts import make_scripts
 from slotkeeper.clock import now_ms
@@ -35,6 +39,7 @@ from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
+from tests.support.clock import set_clock
 from tests.support.ends import store_end
 from tests.support.web import Web, serving
 
@@ -73,7 +78,10 @@ def _serve(api: Api) -> Iterator[Served]:
     settings = AppSettings()
     key_cache = KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0) if settings.require_keys else None
     follower = ProgressFollower(services.scripts())
-    application = WebApplication(api.client.application, settings, key_cache, 3000, api.database, follower)
+    keep_watched = partial(renew_watched, api.dispatcher)
+    application = WebApplication(
+        api.client.application, settings, key_cache, 3000, api.database, follower, keep_watched
+    )
     with serving(application) as web:
         yield Served(api, web)
 
@@ -581,6 +589,58 @@ def test_waiting_ends_with_the_job_and_holds_no_thread(served: Served, settings:
         served.api.dispatcher.cancel(job)
     assert [_response_body(connection)["status"] for connection in connections] == ["canceled"] * 20
     eventually(lambda: _waiting(served) == 0)
+
+
+@pytest.mark.parametrize("path", ["/queue/jobs/{}?wait=60", "/queue/jobs/{}/stream"])
+def test_a_job_whose_clients_have_left_is_canceled(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    now = [now_ms()]
+    set_clock(monkeypatch, lambda: now[0])
+    dispatcher, watched = served.api.dispatcher, services.scripts().keys.watched()
+    served.api.model()
+    job = served.api.submitted(cancel_when_gone=5)
+    other = served.api.submitted(cancel_when_gone=60)
+    served.api.submitted()
+
+    def due_ms() -> float:
+        return dispatcher.watched._redis.zscore(watched, job) or 0
+
+    assert due_ms() == now[0] + 5_000
+    clients = [served.ask(path.format(job)) for _ in range(2)]
+    eventually(lambda: served.application._watching.total() == 2)
+    for left in (clients[0], None):  # Two clients wait, then one.
+        now[0] += 4_900
+        eventually(lambda: due_ms() == now[0] + 5_000)
+        assert cancel_unwatched(dispatcher) == 0
+        if left is not None:
+            left.close()
+            eventually(lambda: served.application._watching.total() == 1)
+    clients[1].close()
+    eventually(lambda: not served.application._watching)
+    now[0] += 5_000
+    assert cancel_unwatched(dispatcher) == 1
+    ended = served.api.job(job)
+    assert (ended.state, ended.error_code) == (State.CANCELED, "client_gone")
+    assert cancel_unwatched(dispatcher) == 0 and served.api.job(other).state is State.QUEUED
+
+
+def test_a_watched_job_that_has_ended_is_forgotten_and_none_is_canceled_while_redis_is_away(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.api.model()
+    job, waiting = served.api.submitted(cancel_when_gone=5), served.api.submitted(cancel_when_gone=5)
+    served.api.dispatcher.cancel(job)
+    later = now_ms() + 6_000
+    set_clock(monkeypatch, lambda: later)
+    with monkeypatch.context() as away:
+        away.setattr(served.api.dispatcher.watched, "list_due", raise_connection_error)
+        assert cancel_unwatched(served.api.dispatcher) == 0
+    assert cancel_unwatched(served.api.dispatcher) == 2
+    assert served.api.job(waiting).state is State.CANCELED
+    assert served.api.job(job).error_code == "canceled"
+
+
+def raise_connection_error(*_: object) -> list[str]:
+    raise RedisConnectionError("away")
 
 
 def test_waiting_for_an_ended_job_ends_at_once(served: Served) -> None:

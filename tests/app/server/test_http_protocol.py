@@ -71,7 +71,7 @@ class _Follower:
 def _application(keys: Any = None, **settings: Any) -> WebApplication:
     app_settings = AppSettings(require_keys=keys is not None, **settings)
     cache = None if keys is None else KeyCache(keys, cast(Any, _Sessions()), 1.0)
-    return WebApplication(_echo, app_settings, cache, 100, DATABASE, cast(Any, _Follower()))
+    return WebApplication(_echo, app_settings, cache, 100, DATABASE, cast(Any, _Follower()), lambda gone_s: None)
 
 
 @pytest.fixture(scope="module")

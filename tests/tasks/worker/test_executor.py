@@ -545,3 +545,17 @@ def test_a_request_for_an_offer_from_a_message_states_whether_the_model_changes(
         worker.executor.run_open_offer(offer_messages.read_offer(offer.job_id, [offer.model], message.headers))
         assert worker.worker_loop.wait_until_idle(20)
     assert swaps == [True, False]
+
+
+@pytest.mark.parametrize(("most", "state"), [(20, State.FAILED), (21, State.COMPLETED)])
+def test_a_result_that_is_larger_than_its_tenant_may_have_fails_the_job(stage, worker, server, most, state):
+    stage.register()
+    stage.limited("acme", max_result_bytes=most)
+    job_id = stage.submit(tenant="acme")
+    server.answers = [Outcome(OutcomeKind.DONE, result={"text": "x" * 10})]
+    run(stage)
+    job = stage.job(job_id)
+    assert job.state is state
+    if state is State.FAILED:
+        assert (job.error_code, job.result) == ("result_too_large", None)
+        assert "The result has 21 bytes, and its tenant may have 20." in job.error_message

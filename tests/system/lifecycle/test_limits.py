@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -29,6 +30,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     with Stack(
         tmp_path_factory.mktemp("limits"), settings | ({"SLOTKEEPER_DATABASE_URL": url} if url else {})
     ) as stack:
+        stack.maintenance()
+        stack.beat()
         stack.worker()
         stack.web()
         yield stack
@@ -41,11 +44,8 @@ def doors(keyed: Stack) -> Iterator[list[str]]:
     """The addresses of four web processes."""
     urls = [keyed.url]
     for n in range(3):
-        port = free_port()
-        keyed.start(f"web{n}", ["env", f"SLOTKEEPER_PORT={port}", sys.executable, "-P", "-m", "app.server"])
-        urls.append(f"http://127.0.0.1:{port}")
-    for url in urls:
-        eventually(lambda url=url: _answers(url), f"{url} answers")
+        urls.append(f"http://127.0.0.1:{free_port()}")
+        _start_web(keyed, f"web{n}", urls[-1])
     yield urls
 
 
@@ -55,6 +55,12 @@ def operator(keyed: Stack) -> HttpApi:
     api.session.headers["Authorization"] = f"Bearer {_key(keyed, 'tenants', 'add', 'ops', '--operate')}"
     api.register("limited", keyed.server("limited-api1", 8))
     return api
+
+
+def _start_web(stack: Stack, name: str, url: str) -> None:
+    port = url.rpartition(":")[2]
+    stack.start(name, ["env", f"SLOTKEEPER_PORT={port}", sys.executable, "-P", "-m", "app.server"])
+    eventually(lambda: _answers(url), f"{url} answers")
 
 
 def _answers(url: str) -> bool:
@@ -97,12 +103,77 @@ def test_rates_and_slots_are_exact_over_four_web_processes_and_64_clients(
         return bool(by_state.get("completed", 0) == counts[202])
 
     eventually(all_have_ended, "all accepted jobs have ended", 120)
-    assert _most_at_once(keyed.home / "limited-api1.journal") == MOST_SLOTS
+    assert _most_at_once(_runs(keyed.home / "limited-api1.journal")) == MOST_SLOTS
 
 
-def _most_at_once(journal: Path) -> int:
+def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_die_and_a_key_is_revoked(
+    keyed: Stack, doors: list[str], operator: HttpApi
+) -> None:
+    operator.register("shared", keyed.server("shared-api1", 8))
+    keys = {tenant: _key(keyed, "tenants", "add", tenant) for tenant in ("bravo", "carla")}
+    most_slots = {"bravo": 2, "carla": 4}
+    for tenant, most in most_slots.items():
+        limits = {"max_slots": most, "max_waiting": 500}
+        assert operator.call("PATCH", f"/admin/tenants/{tenant}", json={"limits": limits}).ok
+    accepted: dict[str, set[str]] = {tenant: set() for tenant in keys}
+    sent_s: list[float] = []  # when bravo sent what was accepted
+
+    def submit(n: int) -> None:
+        tenant = ("bravo", "carla")[n % 2]
+        with requests.Session() as session:
+            session.headers["Authorization"] = f"Bearer {keys[tenant]}"
+            for k in range(25):
+                key = {"Idempotency-Key": f"{tenant}-{n}-{k}"}
+                body = {"model": "shared", "payload": {"seconds": 0.05}}
+                while True:
+                    began_s = time.monotonic()
+                    try:
+                        answer = session.post(f"{doors[(n + k) % 4]}/queue/submit", json=body, headers=key, timeout=30)
+                    except requests.RequestException:
+                        continue  # Its process was killed: the same request again, at this door or the next.
+                    if answer.status_code in (200, 202):
+                        accepted[tenant].add(answer.json()["job_id"])
+                        if tenant == "bravo":
+                            sent_s.append(began_s)
+                        break
+                    if answer.status_code == 401:
+                        return
+                    assert answer.status_code in (429, 503), answer.text
+
+    with ThreadPoolExecutor(16) as clients:
+        sent = [clients.submit(submit, n) for n in range(16)]
+        eventually(lambda: sum(map(len, accepted.values())) > 60, "some are accepted", 60)
+        keyed.processes["worker"].kill()
+        keyed.processes["web0"].kill()
+        (key_id,) = (one["key_id"] for one in operator.call("GET", "/tenants/bravo/keys").json()["keys"])
+        assert operator.call("DELETE", f"/tenants/bravo/keys/{key_id}").status_code == 204
+        revoked_s = time.monotonic()
+        keyed.worker("worker2")
+        _start_web(keyed, "web0", doors[1])
+        for one in sent:
+            one.result(timeout=120)
+    assert len(accepted["carla"]) == 8 * 25, "each of them was accepted"
+    assert len(accepted["bravo"]) < 8 * 25 and max(sent_s) - revoked_s <= 1.0, "its key was revoked"
+
+    def all_have_completed() -> bool:
+        by_state = operator.call("GET", "/admin/ledger").json()["by_state"]
+        return not any(by_state.get(state, 0) for state in ("queued", "running", "delayed"))
+
+    eventually(all_have_completed, "all jobs have ended", 150)
+    ended = {job_id: operator.job(job_id) for jobs in accepted.values() for job_id in jobs}
+    assert {job["status"] for job in ended.values()} == {"completed"}
+    runs = _runs(keyed.home / "shared-api1.journal")
+    for tenant, most in most_slots.items():
+        own = [run for run in runs if ended.get(run["job_id"], {}).get("tenant") == tenant]
+        assert _most_at_once(own) == most, tenant
+
+
+def _runs(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+def _most_at_once(runs: list[dict[str, Any]]) -> int:
     """Return how many runs were at the server at once, at most."""
-    runs = [json.loads(line) for line in journal.read_text().splitlines()]
     changes = sorted(change for run in runs for change in ((run["started_ns"], 1), (run["ended_ns"], -1)))
     at_once = most = 0
     for _, change in changes:

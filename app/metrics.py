@@ -27,6 +27,7 @@ from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
+from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from tasks.config import EventSettings, TaskSettings
 from tasks.extensions.transport import count_unacknowledged
@@ -80,6 +81,8 @@ class MetricsCollector(Collector):
         database = self._dispatcher.store.database
         jobs = ((state.value, count) for state, count in ledger.count_by_state(database).items())
         yield _gauge("slotkeeper_jobs", "Jobs in the database by state.", ["state"], jobs)
+        help_text = "Valid keys that end within seven days."
+        yield GaugeMetricFamily("slotkeeper_keys_expiring", help_text, ApiKeys(database).count_expiring(now_ms()))
         findings = ledger.read_findings(database)
         difference = findings.pop(ledger.DIFFERENCE, None)
         checks = findings.items()

@@ -1,6 +1,7 @@
 """The pages of tenants, the audit log and the settings."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from flask import redirect, request
@@ -14,13 +15,15 @@ from app.api import tenant_views as tenants_api
 from app.config import SETTINGS
 from app.context import dispatcher
 from app.page.layout import form, state_body
-from app.page.login import page_view
+from app.page.login import page_view, run_or_ask_again
 from app.page.rendering import render_page
 from app.schemas.operation_schemas import AuditQuery
-from app.schemas.tenant_schemas import TenantBody, TenantPath
+from app.schemas.tenant_schemas import LimitsBody, TenantBody, TenantPath
 from slotkeeper.audit import ACTIONS
 from slotkeeper.registry.identity import Scope
 
+_LISTS = frozenset({"models", "environments"})
+_LIMITS = [name for name in LimitsBody.model_fields if name != "model_rates"]  # That one is a table of its own.
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"
@@ -37,9 +40,15 @@ def audit() -> Any:
 
 @page_view("/page/tenants", Scope.OPERATE)
 def tenants() -> Any:
+    return _render_tenants()
+
+
+def _render_tenants(error: str = "") -> Any:
     models = dispatcher().catalog.refresh().models.values()
     return render_page(
         "tenants.html",
+        error=error,
+        limits=_LIMITS,
         tenants=tenants_api.list_tenants()["tenants"],
         limited_models=[model for model in sorted(models, key=lambda model: model.name) if _is_limited(model.config)],
     )
@@ -51,6 +60,32 @@ def change_tenant() -> Any:
         TenantPath(tenant=form().get("tenant", "").strip()), TenantBody.model_validate(state_body().model_dump())
     )
     return redirect("/page/tenants?done=changed", 303)
+
+
+@page_view("/page/tenants/limits", Scope.OPERATE, method="POST")
+def change_limit() -> Any:
+    """Change one limit of a tenant, or, without a tenant, of each for which it is not set; empty: it has none."""
+
+    def change() -> Any:
+        tenant, value = form().get("tenant", "").strip(), form().get("value", "").strip()
+        name = form().get("limit", "")
+        given = value.replace(",", " ").split() if name in _LISTS else _number(value)
+        body = LimitsBody.model_validate({name: None if value == "" else given})
+        if tenant:
+            tenants_api.change_tenant(TenantPath(tenant=tenant), TenantBody(limits=body))
+        else:
+            tenants_api.change_limits(body)
+        return redirect("/page/tenants?done=changed", 303)
+
+    return run_or_ask_again(change, _render_tenants)
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that a field has, or its text, which is refused."""
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(text)
+    return text
 
 
 def _is_limited(config: Any) -> bool:

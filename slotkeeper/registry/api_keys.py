@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import ColumnElement, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, delete, func, insert, or_, select, update
 
 from slotkeeper.audit import commit_audited, make_entry
 from slotkeeper.db import Database, Transaction
@@ -34,6 +34,7 @@ _DIGITS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _SELECT_VERSION = select(counters.c.value).where(counters.c.name == KEYS_VERSION)
 _MAX_NAME = 100
 _MAX_KEYS = 1_000  # of a tenant, that are valid
+_WEEK_MS = 7 * 86_400_000
 _LISTED_MS = 90 * 86_400_000  # how long a key is listed after its end
 
 
@@ -148,6 +149,12 @@ class ApiKeys:
             for row in connection.execute(select(api_keys).where(_is_valid(now_ms)).order_by(api_keys.c.created_ms)):
                 found.setdefault(row.tenant, []).append(_api_key(row))
         return found
+
+    def count_expiring(self, now_ms: int) -> int:
+        """Return how many valid keys end within a week."""
+        query = select(func.count()).where(_is_valid(now_ms), api_keys.c.expires_ms < now_ms + _WEEK_MS)
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
 
     def get(self, tenant: str, key_id: str) -> ApiKey:
         """Raises NotFound."""

@@ -15,6 +15,7 @@ from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from slotkeeper.registry.api_keys import hash_key
 from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.sessions import RevokedSessions
+from slotkeeper.registry.tenant_limits import NO_LIMITS
 from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
@@ -239,6 +240,24 @@ def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: d
         else:
             assert answer.status_code == 403, path
             assert f'href="{path}"' not in shown
+
+
+@KEYED
+def test_limits_are_changed_one_by_one(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+    key_of(api, "acme")
+    for name, value in {"max_slots": "3", "models": "zimg, flux", "rate_per_s": "2.5", "slot_s_per_day": "60"}.items():
+        changed = operator.post("/page/tenants/limits", tenant="acme", limit=name, value=value)
+        assert changed.status_code == 303, changed.text
+    limits = api.dispatcher.catalog.refresh().limits_of("acme").model_dump(exclude_defaults=True)
+    assert limits == {"max_slots": 3, "models": ["zimg", "flux"], "rate_per_s": 2.5, "slot_s_per_day": 60}
+    for name in limits:
+        operator.post("/page/tenants/limits", tenant="acme", limit=name, value="")
+    assert api.dispatcher.catalog.refresh().limits_of("acme") == NO_LIMITS
+    operator.post("/page/tenants/limits", limit="most_urgent", value="4")
+    assert api.dispatcher.catalog.refresh().limits_of("any").most_urgent == 4
+    for wrong in ({"limit": "max_slots", "value": "many"}, {"limit": "burst", "value": "3"}, {"limit": "none"}):
+        refused = operator.post("/page/tenants/limits", tenant="acme", **wrong)
+        assert refused.status_code == 422 and 'role="alert"' in refused.text, wrong
 
 
 @KEYED

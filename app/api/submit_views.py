@@ -100,7 +100,7 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     items = read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
     submissions = [
-        replace(_batch_submission(index, item, sender.tenant, key, traceparent), batch=name)
+        replace(_batch_submission(index, item, sender.tenant, key, traceparent), batch=name, source="batch")
         for index, item in enumerate(items)
     ]
     receipts = dispatcher().submit(submissions, sender)

@@ -70,7 +70,6 @@ def job(job_id: str) -> Any:
         job=jobs_api.get_job(path, WaitQuery(wait=0)),
         payload=json_preview(read_payload(stored)) if is_own(stored) else None,
         remote_id=stored.remote_id,
-        source=stored.source,
         explanation=None if stored.state in FINAL_STATES else jobs_api.explain_job(path),
         attempts=jobs_api.list_attempts(path)["attempts"],
         events=[_event_row(event) for event in events],

@@ -203,6 +203,7 @@ class JobView(ResponseSchema, source=Job):
         description="Seconds without a client that waits for it, after which it is canceled."
     )
     tenant: str
+    source: str = Field(description="Where it came from: `rest`, `batch`, or `task` for Celery.")
     batch: str | None = Field(description="Name of its batch; null: it was submitted alone.")
     attempts: int = Field(description="Number of runs that were started on a server.")
     failures: int = Field(description="Failed attempts, which count towards `max_retries`.")

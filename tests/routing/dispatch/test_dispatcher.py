@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -742,3 +743,31 @@ def test_a_job_whose_deadline_has_passed_when_it_is_submitted_is_offered_to_no_s
     assert deadlines.expire_deadlines(stage.dispatcher) == 1
     job = stage.job(job_id)
     assert (job.state, job.why, job.attempt) == (State.EXPIRED, Reason.DEADLINE_PASSED, 0)
+
+
+# -- messages that somebody made -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["job_id", "lease"])
+def test_a_forged_wake_up_claims_nothing(stage, field):
+    """Who may write to the broker can send any message; only an offer that Redis has made starts a job."""
+    stage.register(1)
+    offered, waiting = stage.submit(), stage.submit()
+    (offer,) = stage.told.offers
+    forged = replace(offer, **{"job_id": waiting} if field == "job_id" else {"lease": "1.guessed"})
+    assert begin_run(stage.dispatcher, forged, "w1") is None
+    assert (stage.state(offered), stage.state(waiting)) == (State.QUEUED, State.QUEUED)
+    assert stage.start() is not None, "the offer still stands"
+
+
+@pytest.mark.parametrize("forged", [{"slot": "other-slot0"}, {"server": "other"}, {"model": "flux"}, {"number": 99}])
+def test_a_forged_wake_up_starts_its_job_nowhere_else(stage, forged):
+    """What a message says beside job and lease is for people: the claim returns what Redis knows."""
+    stage.register(1)
+    stage.register(1, server="other", model="flux")
+    job_id = stage.submit()
+    (offer,) = stage.told.offers
+    active = begin_run(stage.dispatcher, replace(offer, **forged), "w1")
+    assert active is not None
+    assert (active.run.job.id, active.run.server, active.run.slot) == (job_id, "gpu", "gpu-slot0")
+    assert active.lease.slot == "gpu-slot0"

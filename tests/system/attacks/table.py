@@ -12,6 +12,7 @@ STREAMS = "tests/app/server/test_event_stream.py::"
 CAPACITY = "tests/app/server/test_connection_limits.py::"
 MALFORMED = "tests/system/faults/test_malformed.py::"
 REVOKES = "tests/system/faults/test_revokes.py::"
+CELERY = "tests/system/lifecycle/test_celery_identity.py::"
 ENDPOINTS = "tests/app/api/test_endpoint_addresses.py::"
 ADDRESSES = "tests/tasks/security/test_url_guard.py::"
 OUTBOUND = "tests/tasks/webhooks/test_sender.py::"
@@ -347,8 +348,22 @@ TABLE = [
         "no slot is held for nobody",
         (
             "tests/tasks/test_offer_messages.py::test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner",
+            "tests/routing/dispatch/test_dispatcher.py::test_a_forged_wake_up_claims_nothing",
+            "tests/routing/dispatch/test_dispatcher.py::test_a_forged_wake_up_starts_its_job_nowhere_else",
             f"{REVOKES}test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up",
             "tests/tasks/extensions/test_decompression.py::test_a_workers_queues_are_not_for_the_broker_to_say",
+        ),
+    ),
+    Row(
+        "broker messages",
+        "where keys are asked for: no token, a key, a forged one, one that has ended or whose key was revoked",
+        "tokens of others are accepted",
+        "nothing is stored",
+        (
+            f"{CELERY}test_a_message_without_a_token_fails_before_it_is_stored",
+            f"{CELERY}test_a_token_submits_for_its_tenant_and_for_no_other",
+            f"{CELERY}test_a_step_after_a_revoked_key_is_refused",
+            "tests/tasks/test_identity.py::test_a_token_ends",
         ),
     ),
     # -- browser origins -----------------------------------------------------------------------------------------------

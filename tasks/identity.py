@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from routing.config import RoutingSettings
@@ -60,7 +61,10 @@ def identify_caller(headers: Mapping[str, Any] | None) -> Identity:
 def _identify(subject: TokenSubject) -> Identity:
     if subject.key_id is None:  # Its job was accepted before keys were required.
         return Identity(Tenant(subject.tenant), None, frozenset({Scope.SUBMIT}))
-    return _check(_lookups().find(subject), f"Key {subject.key_id} of tenant {subject.tenant!r} is not valid any more.")
+    owner = subject.key_owner or subject.tenant
+    identity = _check(_lookups().find(subject), f"Key {subject.key_id} of tenant {owner!r} is not valid any more.")
+    identity.tenant_of_job(subject.tenant)
+    return replace(identity, tenant=Tenant(subject.tenant))
 
 
 def _check(identity: Identity | None, detail: str) -> Identity:
@@ -90,7 +94,8 @@ class KeyLookups:
         if isinstance(wanted, str):
             identity = self._keys.find(wanted, now_ms())
         else:
-            identity = self._keys.find_by_id(wanted.tenant, wanted.key_id or "", now_ms())
+            owner = wanted.key_owner or wanted.tenant
+            identity = self._keys.find_by_id(owner, wanted.key_id or "", now_ms())
         with self._lock:
             self._found[wanted] = asked, identity
         return identity

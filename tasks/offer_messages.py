@@ -35,6 +35,7 @@ _ENVELOPE = (
     "group_index",
     "ignore_result",
     "key_id",
+    "key_owner",
     "parent_id",
     "root_id",
     "stamped_headers",

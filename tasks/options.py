@@ -100,7 +100,8 @@ def read_submission(
         delay_s, not_before_ms = given["countdown"], None
     requested = {name: value for name, value in arguments.items() if name in _REQUEST_FIELDS}
     header_fields = {name: value for name, value in arguments.items() if name in _HEADER_FIELDS}
-    header_fields["tenant"] = sender.tenant_of_job(header_fields.get("tenant"))
+    tenant = header_fields["tenant"] = sender.tenant_of_job(header_fields.get("tenant"))
+    key_owner = sender.tenant.name if sender.key_id is not None and sender.tenant.name != tenant else None
     return Submission(
         # model_construct: `prepare_job` validates the values.
         JobRequest.model_construct(**requested, priority=given.get("priority"), ttl=ttl_s, not_before=delay_s),
@@ -108,7 +109,7 @@ def read_submission(
         expires_ms=expires_ms,
         not_before_ms=not_before_ms,
         source="task",
-        envelope=_envelope({**given, "key_id": sender.key_id}),
+        envelope=_envelope({**given, "key_id": sender.key_id, "key_owner": key_owner}),
         **header_fields,
     )
 

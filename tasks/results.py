@@ -43,6 +43,7 @@ from slotkeeper.process import singleton
 from tasks import offer_messages
 from tasks.celery_app import celery
 from tasks.offer_messages import publish_queue
+from tasks.security.celery_tokens import TokenSubject
 from tasks.step_tokens import acting_for
 from tasks.threads import WorkQueue
 
@@ -145,7 +146,7 @@ def _notify_in_subprocess(job: Job) -> None:
 def notify_clients(job: Job) -> None:
     """Notify the clients that wait for this job.  Raises what backend, broker and database raise when they are away."""
     request = offer_messages.task_context(job)
-    with _as_current_task(request), acting_for(job.tenant, request.get("key_id")):
+    with _as_current_task(request), acting_for(_subject(job, request)):
         match job.state:
             case State.COMPLETED:
                 _notify_result(job, request)
@@ -189,6 +190,11 @@ def _as_current_task(request: Context) -> Iterator[None]:
         pop_current_task()
 
 
+def _subject(job: Job, request: Context) -> TokenSubject:
+    """Return for whom the steps after a job are sent: for its tenant, with its key."""
+    return TokenSubject(job.tenant, request.get("key_id"), request.get("key_owner"))
+
+
 def _notify_result(job: Job, request: Context) -> None:
     """First what follows, then the result: with that there, nothing that follows is sent a second time."""
     result = None if job.result is None else json_text.loads(job.result)
@@ -208,7 +214,7 @@ def notify_too_large(job: Job) -> None:
     request = offer_messages.task_context(job)
     hint = f"read it with GET /queue/jobs/{job.id}"
     error = JobFailed("result_too_large", f"The result is too large for Celery's result backend; {hint}.")
-    with _as_current_task(request), acting_for(job.tenant, request.get("key_id")):
+    with _as_current_task(request), acting_for(_subject(job, request)):
         _notify_failure(job, request, error, states.FAILURE)
 
 

@@ -18,9 +18,9 @@ _acting: ContextVar[TokenSubject | None] = ContextVar("slotkeeper_acting", defau
 
 
 @contextmanager
-def acting_for(tenant: str, key_id: str | None) -> Iterator[None]:
+def acting_for(subject: TokenSubject) -> Iterator[None]:
     """What is sent meanwhile is sent for this tenant with this key: calls of `infer`, and messages to any task."""
-    token = _acting.set(TokenSubject(tenant, key_id))
+    token = _acting.set(subject)
     try:
         yield
     finally:
@@ -35,5 +35,5 @@ def _add_token(headers: dict[str, Any] | None = None, **_: object) -> None:
 
 
 def current_subject() -> TokenSubject | None:
-    """Return for whom is sent what is sent now; None: it is not sent for a job."""
+    """Return the tenant and key for which messages are sent now; None: they are not sent for a job."""
     return _acting.get()

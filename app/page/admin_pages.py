@@ -23,7 +23,7 @@ from slotkeeper.audit import ACTIONS
 from slotkeeper.registry.identity import Scope
 
 _LISTS = frozenset({"models", "environments"})
-_LIMITS = [name for name in LimitsBody.model_fields if name != "model_rates"]  # That one is a table of its own.
+_LIMITS = [name for name in LimitsBody.model_fields if name != "model_rates"]  # It takes a table.
 _FILTERS = ("actor", "act", "job_id", "model", "server", "tenant")
 _SECRET = re.compile(r"secret|password|token|_key$")
 _HIDDEN = "set, not shown"

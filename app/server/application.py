@@ -272,7 +272,7 @@ class WebApplication:
             yield
         finally:
             self._watching[job_id, gone_s] -= 1
-            self._watching += Counter()  # Removes jobs for which nobody waits.
+            self._watching += Counter()  # Removes jobs without a client.
 
     async def _wait(self, request: HttpRequest, response: Response, waiting: WaitForJob) -> Response:
         """Call Flask again when the job has ended or the time is over.  Return `response` if that is not possible."""

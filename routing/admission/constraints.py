@@ -66,7 +66,7 @@ def environment_of(constraints: str) -> str:
 
 
 def decode_constraints(constraints: str) -> dict[str, Any]:
-    """Return the constraints of which `encode_constraints` makes this text, without the environment.
+    """Return the constraints that `encode_constraints` encodes as this text, without the environment.
 
     One value stands alone, several as a list.
     """

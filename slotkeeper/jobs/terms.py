@@ -1,4 +1,4 @@
-"""What few jobs have: terms of their own, as JSON in one column that is null for the others."""
+"""What only few jobs have, such as a retry policy, as JSON in one column that is null for the others."""
 
 from functools import lru_cache
 

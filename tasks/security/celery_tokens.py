@@ -19,10 +19,14 @@ _SIGNER: dict[str, Any] = {"digest_method": sha256}
 
 
 class TokenSubject(NamedTuple):
-    """The tenant whose jobs are submitted, and the id of its key; None: its job came without a key."""
+    """The tenant whose jobs are submitted, and the id of the key; None: its job came without a key.
+
+    key_owner: the tenant of the key if that is another, which operates.
+    """
 
     tenant: str
     key_id: str | None
+    key_owner: str | None = None
 
 
 def make_token(subject: TokenSubject, expires_ms: int) -> str:
@@ -38,14 +42,14 @@ def read_token(token: object) -> TokenSubject:
             "key, revoke it; `slotkeeper keys token` makes tokens."
         )
     try:
-        tenant, key_id, expires_ms = _serializer().loads(token[len(PREFIX) : _MAX_CHARS])
+        *subject, expires_ms = _serializer().loads(token[len(PREFIX) : _MAX_CHARS])
     except BadData:
         raise Unauthorized(
             "The token in the header slotkeeper_token is not valid; take it over as it was made."
         ) from None
     if now_ms() >= expires_ms:
         raise Unauthorized("The token in the header slotkeeper_token has expired; make another.")
-    return TokenSubject(tenant, key_id)
+    return TokenSubject(*subject)
 
 
 def _serializer() -> URLSafeSerializer:

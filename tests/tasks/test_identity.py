@@ -47,7 +47,7 @@ def test_without_keys_each_message_and_call_is_the_local_identitys() -> None:
 
 
 def test_a_token_is_valid_while_its_key_is(keyed: dict[object, Identity | None], clock: list[int]) -> None:
-    assert identify_message(_headers()) is ACME
+    assert identify_message(_headers()) == ACME
     keyed.clear()
     with pytest.raises(Unauthorized, match="not valid any more"):
         identify_message(_headers())
@@ -56,7 +56,7 @@ def test_a_token_is_valid_while_its_key_is(keyed: dict[object, Identity | None],
 def test_a_token_ends(keyed: dict[object, Identity | None], clock: list[int]) -> None:
     token = make_token(TokenSubject("acme", "k1"), T0 + 1000)
     clock[0] = T0 + 999
-    assert read_token(token) == ("acme", "k1")
+    assert read_token(token) == TokenSubject("acme", "k1")
     clock[0] = T0 + 1000
     with pytest.raises(Unauthorized, match="expired"):
         read_token(token)
@@ -85,25 +85,39 @@ def test_a_call_is_that_of_its_header_before_the_key_of_its_process(
         identify_caller({})
     monkeypatch.setenv("SLOTKEEPER_KEY", "sk_acme")
     assert identify_caller({}) is ACME
-    assert identify_caller(_headers("bravo", "k2")) is bravo
+    assert identify_caller(_headers("bravo", "k2")) == bravo
 
 
 def test_what_is_sent_for_a_job_is_its_tenants(keyed: dict[object, Identity | None]) -> None:
     """Calls in this process, and messages to any task: another step may follow that one."""
     sent: dict[str, str] = {}
-    with acting_for("acme", "k1"):
-        assert identify_caller({}) is ACME
+    with acting_for(TokenSubject("acme", "k1")):
+        assert identify_caller({}) == ACME
         _publish(sent)
-    assert read_token(sent["slotkeeper_token"]) == ("acme", "k1")
-    with acting_for("acme", None):
+    assert read_token(sent["slotkeeper_token"]) == TokenSubject("acme", "k1")
+    with acting_for(TokenSubject("acme", None)):
         before_keys = identify_caller({})
     assert (before_keys.tenant.name, before_keys.scopes) == ("acme", {Scope.SUBMIT})
     _publish(after := {})
     assert after == {}
 
 
+def test_steps_after_a_job_that_an_operator_submitted_for_a_tenant_are_that_tenants(
+    keyed: dict[object, Identity | None],
+) -> None:
+    subject = TokenSubject("bravo", "k3", "ops")
+    keyed[subject] = Identity(Tenant("ops"), "k3", frozenset({Scope.OPERATE}))
+    with acting_for(subject):
+        assert identify_caller({}).tenant.name == "bravo"
+        _publish(sent := {})
+    assert identify_message(sent).tenant.name == "bravo"
+    keyed[subject] = Identity(Tenant("ops"), "k3", FIRST_SCOPES)  # It may not operate any more.
+    with pytest.raises(InvalidJob, match="may not submit for 'bravo'"):
+        identify_message(sent)
+
+
 def test_without_keys_nothing_is_added_to_messages() -> None:
-    with acting_for("acme", None):
+    with acting_for(TokenSubject("acme", None)):
         _publish(sent := {})
     assert sent == {}
 
@@ -130,6 +144,7 @@ def test_a_key_is_looked_up_once_a_second(database: Database, monkeypatch: pytes
     assert found is not None and found.tenant.name == "acme"
     assert lookups.find(TokenSubject("acme", found.key_id)) == found
     assert lookups.find(TokenSubject("bravo", found.key_id)) is None
+    assert lookups.find(TokenSubject("bravo", found.key_id, "acme")) == found
     keys.revoke("acme", found.key_id or "", T0)
     now[0] = 0.9
     assert lookups.find(key) == found
@@ -142,6 +157,10 @@ def test_the_key_of_a_call_is_kept_with_its_job_and_given_by_no_client() -> None
 
     submission = options.read_submission("j1", ("zimg",), {}, {}, ACME)
     assert (submission.tenant, '"key_id": "k1"' in (submission.envelope or "")) == ("acme", True)
+    assert "key_owner" not in (submission.envelope or "")
+    ops = Identity(Tenant("ops"), "k3", frozenset({Scope.OPERATE}))
+    of_other = options.read_submission("j2", ("zimg",), {"tenant": "bravo"}, {}, ops)
+    assert (of_other.tenant, '"key_owner": "ops"' in (of_other.envelope or "")) == ("bravo", True)
     with pytest.raises(InvalidJob, match="key_id is no option"):
         options.read_submission("j1", ("zimg",), {}, {"key_id": "k9"}, ACME)
     assert celery.main == "slotkeeper"

@@ -52,5 +52,5 @@ def test_without_keys_all_clients_are_one(api: Api) -> None:
 
 
 def test_a_place_to_redact_is_a_json_pointer(api: Api) -> None:
-    told = api.client.put("/admin/model-configs/zimg", json={"redact": ["prompt"]})
-    assert told.status_code == 422 and "begin with /" in told.json["detail"]
+    answer = api.client.put("/admin/model-configs/zimg", json={"redact": ["prompt"]})
+    assert answer.status_code == 422 and "begin with /" in answer.json["detail"]

@@ -33,8 +33,8 @@ def test_a_job_shows_its_terms(api: Api) -> None:
 )
 def test_terms_that_are_none_are_refused(api: Api, fields: dict[str, object], field: str) -> None:
     api.register()
-    told = api.submit(**fields)
-    assert (told.status_code, told.json["field"]) == (422, field)
+    answer = api.submit(**fields)
+    assert (answer.status_code, answer.json["field"]) == (422, field)
 
 
 def test_celery_refuses_to_cancel_for_a_client_that_nobody_sees(api: Api) -> None:

@@ -107,8 +107,8 @@ def test_a_tenant_reads_its_usage_as_json_and_as_a_table(api: Api) -> None:
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     api.submitted(acme)
     EventCounter(api.database).count_new_events()
-    told = api.client.get("/tenants/me/usage", headers=acme).json
-    assert (told["tenant"], [(row["model"], row["accepted"]) for row in told["usage"]]) == ("acme", [("zimg", 1)])
+    answer = api.client.get("/tenants/me/usage", headers=acme).json
+    assert (answer["tenant"], [(row["model"], row["accepted"]) for row in answer["usage"]]) == ("acme", [("zimg", 1)])
     by_model = api.client.get("/tenants/acme/usage?by=model", headers=root).json["usage"]
     assert [(row["day"], row["accepted"], row["slot_s"]) for row in by_model] == [(None, 1, 0.0)]
     table = api.client.get("/tenants/me/usage", headers=acme | {"Accept": "text/csv"})

@@ -745,7 +745,7 @@ def test_a_job_whose_deadline_has_passed_when_it_is_submitted_is_offered_to_no_s
     assert (job.state, job.why, job.attempt) == (State.EXPIRED, Reason.DEADLINE_PASSED, 0)
 
 
-# -- messages that somebody made -----------------------------------------------------------------------------------
+# -- forged messages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("field", ["job_id", "lease"])

@@ -45,7 +45,7 @@ def test_what_a_job_names_counts_and_the_rest_is_its_models() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, expected",
     [
         ({"max_retries": 80}, "on_failure.max_retries is 80; model 'zimg' allows 5"),
         ({"max_time": 60.5}, "on_failure.max_time is 60.5; model 'zimg' allows 60"),
@@ -56,10 +56,10 @@ def test_what_a_job_names_counts_and_the_rest_is_its_models() -> None:
         (3, "on_failure"),
     ],
 )
-def test_a_policy_that_is_none_or_asks_for_more_is_refused(given: object, said: str) -> None:
+def test_a_policy_that_is_none_or_asks_for_more_is_refused(given: object, expected: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         read_on_failure(given, "zimg", CONFIG)
-    assert said in refused.value.detail and refused.value.field.startswith("on_failure")
+    assert expected in refused.value.detail and refused.value.field.startswith("on_failure")
 
 
 def test_terms_of_a_later_release_are_left_out() -> None:

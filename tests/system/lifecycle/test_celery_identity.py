@@ -80,7 +80,7 @@ def _why_failed(bare: Celery, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "headers, said",
+    "headers, expected",
     [
         ({}, "send a token"),
         ({"slotkeeper_token": "sk_" + "a" * 61}, "not a key"),
@@ -89,11 +89,11 @@ def _why_failed(bare: Celery, **options: Any) -> str:
     ],
 )
 def test_a_message_without_a_token_fails_before_it_is_stored(
-    keyed: Stack, operator: HttpApi, bare: Celery, headers: dict[str, object], said: str
+    keyed: Stack, operator: HttpApi, bare: Celery, headers: dict[str, object], expected: str
 ) -> None:
     before = operator.call("GET", "/queue/jobs").json()["jobs"]
-    told = _why_failed(bare, headers=headers)
-    assert "unauthorized" in told and said in told
+    message = _why_failed(bare, headers=headers)
+    assert "unauthorized" in message and expected in message
     assert operator.call("GET", "/queue/jobs").json()["jobs"] == before
 
 
@@ -102,8 +102,8 @@ def test_a_token_submits_for_its_tenant_and_for_no_other(operator: HttpApi, bare
     sent = bare.send_task("infer", args=[MODEL, {"prompt": "mine", "seconds": 0}], headers=headers)
     assert sent.get(timeout=60)["prompt"] == "mine"
     assert operator.job(sent.id)["tenant"] == "acme"
-    told = _why_failed(bare, kwargs={"tenant": "bravo"}, headers=headers)
-    assert "may not submit for 'bravo'" in told
+    message = _why_failed(bare, kwargs={"tenant": "bravo"}, headers=headers)
+    assert "may not submit for 'bravo'" in message
 
 
 def test_a_token_opens_nothing_but_celery(operator: HttpApi, token: str) -> None:

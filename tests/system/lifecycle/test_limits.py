@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.fixture(scope="module")
-def doors(keyed: Stack) -> Iterator[list[str]]:
+def urls(keyed: Stack) -> Iterator[list[str]]:
     """The addresses of four web processes."""
-    urls = [keyed.url]
+    found = [keyed.url]
     for n in range(3):
-        urls.append(f"http://127.0.0.1:{free_port()}")
-        _start_web(keyed, f"web{n}", urls[-1])
-    yield urls
+        found.append(f"http://127.0.0.1:{free_port()}")
+        _start_web(keyed, f"web{n}", found[-1])
+    yield found
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +76,12 @@ def _key(stack: Stack, *words: str) -> str:
 
 
 def test_rates_and_slots_are_exact_over_four_web_processes_and_64_clients(
-    keyed: Stack, doors: list[str], operator: HttpApi
+    keyed: Stack, urls: list[str], operator: HttpApi
 ) -> None:
     key = _key(keyed, "tenants", "add", "acme", "--rate", str(RATE), "--burst", str(BURST))
     changed = operator.call("PATCH", "/admin/tenants/acme", json={"limits": {"max_slots": MOST_SLOTS}})
     assert changed.ok, changed.text
-    for url in doors:  # Each reads the catalog for this answer.
+    for url in urls:  # Each reads the catalog for this answer.
         shown = requests.get(f"{url}/tenants/acme", headers=dict(operator.session.headers), timeout=10).json()
         assert shown["limits"]["max_slots"] == MOST_SLOTS
 
@@ -91,9 +92,9 @@ def test_rates_and_slots_are_exact_over_four_web_processes_and_64_clients(
             return [session.post(f"{url}/queue/submit", json=body, timeout=30).status_code for _ in range(5)]
 
     began = time.monotonic()
-    urls = [doors[n % len(doors)] for n in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as clients:
-        counts = Counter(status for answers in clients.map(submit, urls) for status in answers)
+        sent = clients.map(submit, [urls[n % len(urls)] for n in range(CLIENTS)])
+        counts = Counter(status for answers in sent for status in answers)
     took_s = time.monotonic() - began
     assert counts.keys() <= {202, 429}, counts
     assert BURST <= counts[202] <= BURST + RATE * took_s + 1, (counts, took_s)
@@ -107,7 +108,7 @@ def test_rates_and_slots_are_exact_over_four_web_processes_and_64_clients(
 
 
 def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_die_and_a_key_is_revoked(
-    keyed: Stack, doors: list[str], operator: HttpApi
+    keyed: Stack, urls: list[str], operator: HttpApi
 ) -> None:
     operator.register("shared", keyed.server("shared-api1", 8))
     keys = {tenant: _key(keyed, "tenants", "add", tenant) for tenant in ("bravo", "carla")}
@@ -122,15 +123,15 @@ def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_d
         tenant = ("bravo", "carla")[n % 2]
         with requests.Session() as session:
             session.headers["Authorization"] = f"Bearer {keys[tenant]}"
-            for k in range(25):
+            for k in range(25) if tenant == "carla" else count():  # The others go on until their key is refused.
                 key = {"Idempotency-Key": f"{tenant}-{n}-{k}"}
-                body = {"model": "shared", "payload": {"seconds": 0.05}}
+                body = {"model": "shared", "payload": {"seconds": 0.02}}
                 while True:
                     began_s = time.monotonic()
                     try:
-                        answer = session.post(f"{doors[(n + k) % 4]}/queue/submit", json=body, headers=key, timeout=30)
+                        answer = session.post(f"{urls[(n + k) % 4]}/queue/submit", json=body, headers=key, timeout=30)
                     except requests.RequestException:
-                        continue  # Its process was killed: the same request again, at this door or the next.
+                        continue  # Its process was killed: the same request is sent again.
                     if answer.status_code in (200, 202):
                         accepted[tenant].add(answer.json()["job_id"])
                         if tenant == "bravo":
@@ -149,11 +150,11 @@ def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_d
         assert operator.call("DELETE", f"/tenants/bravo/keys/{key_id}").status_code == 204
         revoked_s = time.monotonic()
         keyed.worker("worker2")
-        _start_web(keyed, "web0", doors[1])
+        _start_web(keyed, "web0", urls[1])
         for one in sent:
             one.result(timeout=120)
     assert len(accepted["carla"]) == 8 * 25, "each of them was accepted"
-    assert len(accepted["bravo"]) < 8 * 25 and max(sent_s) - revoked_s <= 1.0, "its key was revoked"
+    assert max(sent_s) - revoked_s <= 1.0, "the key was revoked"
 
     def all_have_completed() -> bool:
         by_state = operator.call("GET", "/admin/ledger").json()["by_state"]

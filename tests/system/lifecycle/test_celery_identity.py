@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, Signature, chain, chord, group
+from celery import Celery
 
 from tests.support.http_api import HttpApi
 from tools.cluster.stack import REPO, Stack, eventually
@@ -72,6 +72,18 @@ def _call(stack: Stack, script: str, **env: str) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+def _run_bare(stack: Stack, token: str, script: str) -> dict[str, str]:
+    """Run a client that has nothing but Celery, and return what it prints."""
+    assert stack.valkey is not None
+    url = stack.valkey.url
+    lines = ["import json", "from celery import Celery", f"bare = Celery(broker={url!r}, backend={url!r})"]
+    lines += [f"MODEL, TOKEN = {MODEL!r}, {token!r}", script]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=stack.home, env={}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def _why_failed(bare: Celery, **options: Any) -> str:
     sent = bare.send_task("infer", args=[MODEL, {"seconds": 0}], **options)
     with pytest.raises(Exception) as raised:
@@ -111,39 +123,49 @@ def test_a_token_opens_nothing_but_celery(operator: HttpApi, token: str) -> None
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
 
 
-def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(operator: HttpApi, bare: Celery, token: str) -> None:
+_CANVAS = """
+from celery import chord, chain, group
+
+def step(prompt):
+    return bare.signature("infer", args=[MODEL, {"prompt": prompt, "seconds": 0}], immutable=True)
+
+def first(prompt):
+    return step(prompt).set(headers={"slotkeeper_token": TOKEN})
+
+first("start").apply_async(link=step("linked").set(task_id="linked-step")).get(timeout=60)
+ended = chord([chain(first(f"a{n}"), step(f"b{n}")) for n in range(2)])(step("body"))
+fanned = chain(first("x"), group(step("y"), step("z")), step("last")).apply_async()
+assert (ended.get(timeout=60)["prompt"], fanned.get(timeout=60)["prompt"]) == ("body", "last")
+print(json.dumps({"body": ended.id, "last": fanned.id}))
+"""
+
+
+def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(keyed: Stack, operator: HttpApi, token: str) -> None:
     """Only the first messages have a token: the body of the chord is sent at the end of its parts."""
-
-    def step(prompt: str) -> Signature:
-        return bare.signature("infer", args=[MODEL, {"prompt": prompt, "seconds": 0}], immutable=True, app=bare)
-
-    def first(prompt: str) -> Signature:
-        return step(prompt).set(headers={"slotkeeper_token": token})
-
-    linked = first("start").apply_async(link=step("linked").set(task_id="linked-step"))
-    linked.get(timeout=60)
-    ended = chord([chain(first(f"a{n}"), step(f"b{n}")) for n in range(2)])(step("body"))
-    assert ended.get(timeout=60)["prompt"] == "body"
-    fanned = chain(first("x"), group(step("y"), step("z")), step("last")).apply_async()
-    assert fanned.get(timeout=60)["prompt"] == "last"
+    ids = _run_bare(keyed, token, _CANVAS)
     eventually(lambda: operator.call("GET", "/queue/jobs/linked-step").ok, "the linked step is stored")
     jobs = operator.call("GET", "/queue/jobs", params={"limit": 200}).json()["jobs"]
-    assert {operator.job(job_id)["tenant"] for job_id in ("linked-step", ended.id, fanned.id)} == {"acme"}
+    assert {operator.job(job_id)["tenant"] for job_id in ("linked-step", *ids.values())} == {"acme"}
     assert {job["tenant"] for job in jobs} == {"acme"}
+
+
+_CHAIN = """
+first = bare.signature("infer", args=[MODEL, {"seconds": 3}], immutable=True).set(headers={"slotkeeper_token": TOKEN})
+second = (first | bare.signature("infer", args=[MODEL, {"seconds": 0}], immutable=True)).apply_async()
+print(json.dumps({"first": second.parent.id, "second": second.id}))
+"""
 
 
 def test_a_step_after_a_revoked_key_is_refused(keyed: Stack, operator: HttpApi, bare: Celery) -> None:
     key = json.loads(_slotkeeper(keyed, "keys", "add", "acme", "--name", "short", "--json"))
     brief = json.loads(_slotkeeper(keyed, "keys", "token", "acme", "short", "--json"))["token"]
-    first = bare.signature("infer", args=[MODEL, {"seconds": 3}], immutable=True)
-    second = bare.signature("infer", args=[MODEL, {"seconds": 0}], immutable=True)
-    sent = (first.set(headers={"slotkeeper_token": brief}) | second).apply_async()
-    eventually(lambda: operator.call("GET", f"/queue/jobs/{sent.parent.id}").ok, "the first step is stored")
+    ids = _run_bare(keyed, brief, _CHAIN)
+    eventually(lambda: operator.call("GET", f"/queue/jobs/{ids['first']}").ok, "the first step is stored")
     _slotkeeper(keyed, "keys", "revoke", "acme", key["key_id"])
     with pytest.raises(Exception, match="not valid any more"):
-        sent.get(timeout=60)
-    assert operator.job(sent.parent.id)["status"] == "completed"
-    assert operator.call("GET", f"/queue/jobs/{sent.id}").status_code == 404
+        bare.AsyncResult(ids["second"]).get(timeout=60)
+    assert operator.job(ids["first"])["status"] == "completed"
+    assert operator.call("GET", f"/queue/jobs/{ids['second']}").status_code == 404
 
 
 def test_a_call_of_infer_uses_the_key_of_its_process(

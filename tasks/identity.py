@@ -24,14 +24,14 @@ from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.security.celery_tokens import TokenSubject, read_token
 from tasks.services import database
-from tasks.step_tokens import TOKEN_HEADER, current_subject
+from tasks.step_tokens import TOKEN_HEADER, current_subject, requires_keys
 
 _MAX_FOUND = 10_000  # keys
 
 
 def identify_message(headers: Mapping[str, Any] | None) -> Identity:
     """Return who sends a bare client's message.  Raises Unauthorized, ScopeMissing, DatabaseUnavailable."""
-    if not TaskSettings().require_keys:
+    if not requires_keys():
         return LOCAL_IDENTITY
     token = (headers or {}).get(TOKEN_HEADER)
     if token is None:
@@ -44,8 +44,7 @@ def identify_message(headers: Mapping[str, Any] | None) -> Identity:
 
 def identify_caller(headers: Mapping[str, Any] | None) -> Identity:
     """Return who calls `infer` in this process.  `headers`: of the call.  Raises as `identify_message`."""
-    settings = TaskSettings()
-    if not settings.require_keys:
+    if not requires_keys():
         return LOCAL_IDENTITY
     if (subject := current_subject()) is not None:
         return _identify(subject)
@@ -53,9 +52,14 @@ def identify_caller(headers: Mapping[str, Any] | None) -> Identity:
     token = (headers or {}).get(TOKEN_HEADER) or (caller and (caller.request.headers or {}).get(TOKEN_HEADER))
     if token:
         return _identify(read_token(token))
-    if not settings.key:
+    if not _own_key():
         raise Unauthorized("This installation requires keys: set SLOTKEEPER_KEY to one with the scope submit.")
-    return _check(_lookups().find(settings.key), "The key in SLOTKEEPER_KEY is not valid.")
+    return _check(_lookups().find(_own_key()), "The key in SLOTKEEPER_KEY is not valid.")
+
+
+@singleton
+def _own_key() -> str:
+    return TaskSettings().key
 
 
 def _identify(subject: TokenSubject) -> Identity:

@@ -124,8 +124,8 @@ def list_attempts(path: JobPath) -> dict[str, Any]:
 def explain_job(path: JobPath) -> dict[str, Any]:
     """Explain what a job waits for, in one sentence and in fields, and when it should start.
 
-    `code` is one of: turn, slots_busy, tenant_slots, tenant_paused, model_paused, model_breaker_open, model_probing,
-    server_breaker_open, server_away, server_silent, server_cooling, slot_withheld, server_unavailable,
+    `code` is one of: turn, slots_busy, tenant_slots, max_slots, tenant_paused, model_paused, model_breaker_open,
+    model_probing, server_breaker_open, server_away, server_silent, server_cooling, slot_withheld, server_unavailable,
     constraints_unmet, no_server, no_worker, retry, not_before, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)

@@ -9,11 +9,12 @@ from typing import Any
 from flask import Response, request
 
 from app.api.openapi import blueprint, problem_responses
-from app.auth.access import visible_name
+from app.auth.access import current_identity, visible_name
 from app.schemas.tenant_schemas import TenantPath, UsageList, UsageQuery, UsageRow
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.registry.identity import Scope
+from slotkeeper.registry.tenants import Tenants
 from slotkeeper.registry.usage import Usage, UsageKey, month_start_ms, read_usage
 from tasks.services import database
 
@@ -40,8 +41,10 @@ def usage_rows(tenant: str, query: UsageQuery) -> list[dict[str, Any]]:
     """Return UsageRow of each day and model, or of each model.  Raises InvalidRequest."""
     now = now_ms()
     first = query.first or _date_of(month_start_ms(now))
+    if not current_identity().operates:  # An earlier tenant may have had the name.
+        first = max(first, _date_of(Tenants(database()).created_ms(tenant)))
     last = query.last or _date_of(now)
-    if last < first:
+    if query.first is not None and query.last is not None and query.last < query.first:
         raise InvalidRequest("to", "to must not be before from")
     used = read_usage(database(), tenant, first.toordinal() - _EPOCH, last.toordinal() - _EPOCH)
     if query.by == "model":

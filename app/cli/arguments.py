@@ -17,6 +17,8 @@ _CONDITION = re.compile(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*(.+?)\s*", re.DOTALL)
 _MAX_NUMBER = 1e15  # A float cannot hold all digits of a larger number.
 _BOUNDS = {">=": "min", "<=": "max"}
 _TYPES: Mapping[str, click.ParamType] = {
+    "cancel_when_gone": click.FloatRange(5, 3600),
+    "expected_output": click.IntRange(min=1),
     "priority": click.IntRange(1, 9),
     "ttl": click.FloatRange(min=0, min_open=True),
 }
@@ -107,6 +109,7 @@ def _parse_bound(text: str, value: str) -> float:
 _READERS: Mapping[str, Callable[[Iterable[str]], dict[str, Any]]] = {
     "constraints": read_constraints,
     "labels": read_labels,
+    "on_failure": lambda texts: dict(map(read_setting, texts)),
 }
 
 

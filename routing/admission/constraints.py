@@ -39,8 +39,9 @@ def encode_constraints(constraints: Mapping[str, Any] | None, environment: str =
 
     environment: of the job.  PRODUCTION is no condition: all servers have it that declare no environment.
     """
-    if constraints is None:
-        constraints = {}
+    if not constraints and environment == PRODUCTION and isinstance(constraints, Mapping | None):
+        return ""
+    constraints = {} if constraints is None else constraints
     if not isinstance(constraints, Mapping) or len(constraints) > _MOST_CONDITIONS:
         raise InvalidJob("constraints", f"constraints must be an object of at most {_MOST_CONDITIONS} names")
     for name in constraints:

@@ -151,7 +151,10 @@ class JobRequest(BaseModel):
         description="Its server must declare it; not given: the first of its tenant's `environments`, or `production`.",
         examples=["testnet"],
     )
-    on_failure: Annotated[_OnFailure, Given("option")] = Field(
+    on_failure: Annotated[
+        _OnFailure,
+        Given("option", "--on-failure", "NAME=VALUE", "Its own retry policy, such as max_retries=3; repeat it."),
+    ] = Field(
         None,
         description="How it is retried, in place of its model's configuration, which is the most that it may ask for.",
     )

@@ -50,6 +50,11 @@ class Tenants:
             rows = connection.execute(select(tenants.c.name).where(tenants.c.name.not_in(_NOT_ADDED))).scalars()
             return [Tenant(name) for name in sorted(rows)]
 
+    def created_ms(self, name: str) -> int:
+        """Return when a tenant was added, or got its first limits; 0: it was not."""
+        with self.database.read() as connection:
+            return connection.execute(select(tenants.c.created_ms).where(tenants.c.name == name)).scalar() or 0
+
     def add(
         self,
         tenant: Tenant,

@@ -48,12 +48,12 @@ A = TypeVar("A", bound="Api")
 
 def clear_wiring() -> None:
     """Forget what this process has put together from the settings, so that the next use reads them anew."""
-    from tasks import maintenance, server_push, services
+    from tasks import identity, maintenance, server_push, services, step_tokens
     from tasks.security import keyring
 
     if services.database.created:
         services.database().close()
-    for cached in [*vars(services).values(), *vars(maintenance).values()]:
+    for cached in [each for module in (services, maintenance, identity, step_tokens) for each in vars(module).values()]:
         if isinstance(cached, Singleton):
             cached.cache_clear()
     keyring.installation_secrets.cache_clear()

@@ -8,7 +8,7 @@ from slotkeeper.db import Database
 from slotkeeper.errors import InvalidJob, ScopeMissing, Unauthorized
 from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Identity, Scope, Tenant
-from tasks import identity
+from tasks import identity, step_tokens
 from tasks.celery_app import celery
 from tasks.identity import KeyLookups, identify_caller, identify_message
 from tasks.security.celery_tokens import TokenSubject, make_token, read_token
@@ -25,7 +25,8 @@ FAR = T0 + 3_600_000
 def keyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[object, Identity | None]]:
     """Keys are required; the dictionary has those that are valid."""
     valid: dict[object, Identity | None] = {"sk_acme": ACME, TokenSubject("acme", "k1"): ACME}
-    monkeypatch.setenv("SLOTKEEPER_REQUIRE_KEYS", "true")
+    monkeypatch.setattr(step_tokens, "requires_keys", lambda: True)
+    monkeypatch.setattr(identity, "requires_keys", lambda: True)
     monkeypatch.setattr(identity, "_lookups", lambda: type("Keys", (), {"find": staticmethod(valid.get)}))
     yield valid
 
@@ -83,7 +84,7 @@ def test_a_call_is_that_of_its_header_before_the_key_of_its_process(
     keyed[TokenSubject("bravo", "k2")] = bravo
     with pytest.raises(Unauthorized, match="SLOTKEEPER_KEY"):
         identify_caller({})
-    monkeypatch.setenv("SLOTKEEPER_KEY", "sk_acme")
+    monkeypatch.setattr(identity, "_own_key", lambda: "sk_acme")
     assert identify_caller({}) is ACME
     assert identify_caller(_headers("bravo", "k2")) == bravo
 

@@ -9,6 +9,7 @@ import pytest
 from routing.admission.submission import PATH_WORDS
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox import retention
+from slotkeeper.registry import tenants
 from tests.support.api import ENDPOINT, Api
 from tests.support.builders import T0, a_job_in, a_queued_job, an_ended_job
 
@@ -346,6 +347,8 @@ def test_no_name_may_end_in_a_word_that_stands_after_names_in_paths(api: Api) ->
     rules = [str(rule) for rule in api.client.application.url_map.iter_rules()]
     found = [re.search(r"<path:(?:model|server)>/(\w+)$", rule) for rule in rules]
     assert {word[1] for word in found if word} == PATH_WORDS
+    found = [re.search(r"^/tenants/<path:tenant>/(\w+)$", rule) for rule in rules]
+    assert {word[1] for word in found if word} == tenants.PATH_WORDS
     body = {"model": "zimg", "endpoint": "http://127.0.0.1:9/x"}
     refused = api.client.post("/admin/register", json=body | {"server": "gpu/check"})
     assert refused.status_code == 422 and "must not end with /check" in refused.json["detail"]

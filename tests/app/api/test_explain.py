@@ -195,6 +195,18 @@ def test_a_tenant_that_holds_all_it_may(timed_api: TimedApi) -> None:
     assert found["sentence"] == "It waits: its tenant holds 2 slots and may hold no more."
 
 
+def test_a_tenant_that_holds_all_slots_of_all_models_that_it_may(timed_api: TimedApi) -> None:
+    api = timed_api
+    api.register(slots=3)
+    assert api.client.patch("/admin/limits", json={"max_slots": 2}).status_code == 200
+    api.submitted(), api.submitted()
+    found = api.explain(api.submitted())
+    assert (_codes(found), found["servers"]) == (["max_slots"], {"gpu1": None})
+    assert found["sentence"] == (
+        "It waits: its tenant may hold 2 slots at once, of all models that share these servers."
+    )
+
+
 @pytest.mark.parametrize("state", ["paused", "frozen"])
 def test_a_stopped_model_by_whom_and_why(timed_api: TimedApi, state: str) -> None:
     api = timed_api

@@ -1,12 +1,24 @@
 """What a tenant has used: counted once, by UTC day and model, and limited."""
 
+from datetime import date
+
 import pytest
 
 from routing.dispatch.outcome import OutcomeKind
 from routing.queries.job_counters import EventCounter
+from slotkeeper.clock import now_ms
 from slotkeeper.errors import TooManyRequests
 from slotkeeper.registry.identity import Scope
-from slotkeeper.registry.usage import DAY_MS, SlotTimes, Usage, UsageKey, delete_old_days, month_end_ms, read_usage
+from slotkeeper.registry.usage import (
+    DAY_MS,
+    SlotTimes,
+    Usage,
+    UsageKey,
+    add_usage,
+    delete_old_days,
+    month_end_ms,
+    read_usage,
+)
 from tests.support.api import Api
 from tests.support.stage import Stage
 
@@ -99,6 +111,16 @@ def test_old_days_are_deleted(stage: Stage) -> None:
     assert read_usage(stage.database, "default", 0, 1 << 20) != {}
     delete_old_days(stage.database, stage.now + 401 * DAY_MS)
     assert read_usage(stage.database, "default", 0, 1 << 20) == {}
+
+
+@KEYED
+def test_a_later_tenant_of_a_name_does_not_see_what_the_earlier_one_has_used(api: Api) -> None:
+    root = api.with_key("root", Scope.OPERATE)
+    yesterday = now_ms() // DAY_MS - 1
+    api.database.write(lambda tx: add_usage(tx, {UsageKey("acme", yesterday, "zimg"): Usage(slot_ms=1_000, runs=1)}))
+    acme, path = api.with_key("acme"), f"/tenants/acme/usage?from={date.fromordinal(yesterday + 719_163)}"
+    assert api.client.get(path, headers=acme).json["usage"] == []
+    assert [row["slot_s"] for row in api.client.get(path, headers=root).json["usage"]] == [1.0]
 
 
 @KEYED

@@ -133,6 +133,22 @@ def test_constraints_go_with_the_job_and_the_notice_is_said_beside_it(api: HTTPS
     assert seen[0].get_json()["constraints"] == {"gpu": ["A100", "H100"], "memory": {"min": 40}}
 
 
+def test_terms_of_a_job_go_with_it_as_numbers(api: HTTPServer) -> None:
+    api.expect_request("/queue/submit", method="POST").respond_with_json({"job_id": "j1", "status": "queued"}, 202)
+    words = ("--environment", "testnet", "--expected-output", "512", "--cancel-when-gone", "7.5")
+    done = run("submit", "zimg", *words, "--on-failure", "max_retries=3", "--on-failure", "jitter=0.2")
+    assert done.exit_code == 0, done.output
+    sent = api.log[0][0].json
+    assert {name: sent[name] for name in sent if name not in ("model", "payload")} == {
+        "environment": "testnet",
+        "expected_output": 512,
+        "cancel_when_gone": 7.5,
+        "on_failure": {"max_retries": 3, "jitter": 0.2},
+    }
+    for wrong in (("--expected-output", "many"), ("--cancel-when-gone", "1"), ("--on-failure", "never")):
+        assert run("submit", "zimg", *wrong).exit_code == 2, wrong
+
+
 def test_without_constraints_none_are_sent(api: HTTPServer) -> None:
     seen = answers(api, "POST", "/queue/submit", RECEIPT)
     run("submit", "zimg")

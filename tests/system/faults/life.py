@@ -41,7 +41,7 @@ from routing.queries import job_list
 from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
-from slotkeeper.errors import Conflict
+from slotkeeper.errors import Conflict, DatabaseUnavailable
 from slotkeeper.jobs import ledger, notifications, quarantine
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, State
@@ -333,8 +333,12 @@ class Life:
 
     def _prepare(self) -> None:
         """The server and its models, and an open room, if this is the first life of all."""
-        if (self.home / "asked").exists():
-            return
+        while not (self.home / "asked").exists():
+            with suppress(DatabaseUnavailable):  # Many lives begin at once: there may be no time left to connect.
+                self._register_all()
+                return
+
+    def _register_all(self) -> None:
         if not self.dispatcher.catalog.get().servers:
             for model in (SYNC, ASYNC):
                 services.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())

@@ -191,7 +191,7 @@ def _as_current_task(request: Context) -> Iterator[None]:
 
 
 def _subject(job: Job, request: Context) -> TokenSubject:
-    """Return for whom the steps after a job are sent: for its tenant, with its key."""
+    """Return the tenant and key for which the steps after a job are sent: those of the job."""
     return TokenSubject(job.tenant, request.get("key_id"), request.get("key_owner"))
 
 

@@ -15,6 +15,7 @@ from routing.admission.submit_limits import (
     Phase,
     RedisCheck,
 )
+from routing.admission.waiting_counts import WaitingCounts
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
@@ -41,7 +42,7 @@ class Admission:
     ) -> None:
         self._queues = queues
         self._on_refusal = on_refusal
-        self._settings, self._slot_times = settings, slot_times
+        self._settings, self._slot_times, self._waiting = settings, slot_times, WaitingCounts()
         queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
     def check(
@@ -55,7 +56,7 @@ class Admission:
         job could never be accepted as it is.
         """
         request = AdmissionRequest(new, sender, now_ms)
-        context = LimitContext(catalog, self._queues, self._settings, self._slot_times)
+        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
         self._run_phase(request, context, Phase.LOCAL)
         if not self._queues.is_unavailable():
             try:

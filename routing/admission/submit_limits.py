@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from routing.admission import constraints
 from routing.admission.submission import error_index
+from routing.admission.waiting_counts import WaitingCounts
 from routing.config import RoutingSettings
 from routing.queue import lanes
 from routing.queue.queues import JobStatus, ModelStatus, Queues
@@ -119,13 +120,19 @@ class LimitScripts(Protocol):
 class LimitContext:
     """What limits read: the catalog as it was for this submit, the queues, the settings, and the scripts that count.
 
-    slot_times: what tenants have used.
+    slot_times: what tenants have used.  waiting: what Redis counted a moment ago.
     """
 
     def __init__(
-        self, catalog: CatalogSnapshot, queues: Queues, settings: RoutingSettings, slot_times: SlotTimes
+        self,
+        catalog: CatalogSnapshot,
+        queues: Queues,
+        settings: RoutingSettings,
+        slot_times: SlotTimes,
+        waiting: WaitingCounts,
     ) -> None:
-        self.catalog, self.queues, self.settings, self.slot_times = catalog, queues, settings, slot_times
+        self.catalog, self.queues, self.settings = catalog, queues, settings
+        self.slot_times, self.waiting = slot_times, waiting
         self._scripts: Scripts = queues.scripts
         self._lua: LimitScripts = queues.scripts.bind(LimitScripts)
 
@@ -285,8 +292,8 @@ def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable
     for (name, whose), count in counts.items():
         model, slots = context.catalog.resolve(name), context.catalog.count_slots(name)
         limit = queue_limit(model.config, slots)
-        if limit is not None:
-            yield _capacity_check(context, model, whose, count, limit, slots)
+        if limit is not None and not context.waiting.has_room((name, whose), count, limit, request.now_ms):
+            yield _capacity_check(request, context, model, whose, count, limit, slots)
 
 
 def check_tenant_waiting(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[int]]:
@@ -334,7 +341,13 @@ def queue_limit(config: ModelConfig, slots: int) -> int | None:
 
 
 def _capacity_check(
-    context: LimitContext, model: Model, tenant: str | None, count: int, limit: int, slots: int
+    request: AdmissionRequest,
+    context: LimitContext,
+    model: Model,
+    tenant: str | None,
+    count: int,
+    limit: int,
+    slots: int,
 ) -> RedisCheck[ModelStatus]:
     """Return the check of one limit; `tenant` None: it is the model's."""
 
@@ -342,6 +355,7 @@ def _capacity_check(
         waiting = status.all_tenants if tenant is None else status.own
         capacity = limit + status.free  # Jobs that start at once do not wait.
         if waiting + count <= capacity:
+            context.waiting.note((model.name, tenant), waiting + count, request.now_ms)
             return
         if 1 < count > capacity:  # It would never fit.
             raise InvalidJob(

@@ -8,6 +8,7 @@ from redis.connection import AbstractConnection
 from routing.admission import submit_limits
 from routing.admission.submission import Submission, prepare_job
 from routing.admission.submit_limits import Limit, Phase
+from routing.admission.waiting_counts import FAR, FRESH_MS
 from slotkeeper.errors import IdempotencyConflict, InvalidJob, TooManyRequests
 from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Tenant
 from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit
@@ -81,6 +82,16 @@ def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(stage,
     trips.clear()
     check(stage, asked)
     assert len(trips) == 1
+
+
+def test_of_submits_within_a_second_the_first_one_asks_whether_a_far_limit_is_near(stage, trips):
+    stage.register(1, max_waiting=2 * FAR)
+    check(stage, [stage.a()])
+    for later_ms, expected in ((FRESH_MS, 0), (1, 1), (0, 0)):
+        stage.later(later_ms)
+        trips.clear()
+        check(stage, [stage.a()])
+        assert len(trips) == expected
 
 
 def test_local_limits_do_not_call_redis(stage, trips):

@@ -19,7 +19,7 @@ class Rate:
     def __init__(self, client: Redis, interval_ms: float = 100, burst: int = 5) -> None:
         self.client, self.interval_ms, self.burst = client, interval_ms, burst
         self.queues = Queues(make_scripts(client, Keys("test"), FRAGMENTS), RoutingSettings())
-        self.context = LimitContext(None, self.queues, RoutingSettings(), None)  # type: ignore[arg-type]
+        self.context = LimitContext(None, self.queues, RoutingSettings(), None, None)  # type: ignore[arg-type]
         self.set_clock(START_MS)
 
     def set_clock(self, now_ms: int) -> None:

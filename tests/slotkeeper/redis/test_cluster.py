@@ -100,7 +100,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.keep(two._replace(lease="1.seized")) == "kept"
     assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     settings = RoutingSettings()
-    context = LimitContext(None, Queues(strict, settings), settings, None)  # type: ignore[arg-type]
+    context = LimitContext(None, Queues(strict, settings), settings, None, None)  # type: ignore[arg-type]
     assert room.run("tenant_waiting", "acme|zimg") == 0
     buckets = [RateBucket(name, 1, 100, 5) for name in ("tenant", "key:k")]
     assert strict.run(context.rate_limit_command("acme", buckets)) == [(0, 4), (0, 4)]

@@ -28,7 +28,9 @@ from slotkeeper.jobs.tables import job_labels
 from slotkeeper.registry.api_keys import ApiKeys, hash_key
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.identity import FIRST_SCOPES, Scope, Tenant
+from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tenant_limits import NO_LIMITS
 from slotkeeper.registry.tenants import Tenants
 from tests.house.tree import PACKAGES
 from tests.support.builders import T0, a_queued_job, at_once, row_of
@@ -240,6 +242,29 @@ def test_the_labels_of_jobs_that_were_there_before_are_found_after_an_upgrade(em
     database.close()
 
 
+def test_a_new_installation_bounds_its_queues_and_gives_urgent_priorities_by_permission(empty_url):
+    migrate.upgrade(empty_url)
+    database = Database(empty_url)
+    Catalog(database).register("zimg", "gpu", "http://gpu:1/run", 1, T0)
+    catalog = Catalog(database).read()
+    config = catalog.models["zimg"].config
+    assert (config.policy, config.max_waiting) == ("aging", 1_000_000)
+    assert [catalog.limits_of(tenant).most_urgent for tenant in ("acme", "default")] == [4, 1]
+    assert Tenants(database).list_all() == []
+    database.close()
+
+
+def test_an_installation_that_has_a_model_keeps_its_order_and_its_limits(empty_url):
+    migrate.migrate_to(empty_url, "0010")
+    database = Database(empty_url)
+    Catalog(database).register("zimg", "gpu", "http://gpu:1/run", 1, T0)
+    migrate.upgrade(empty_url)
+    catalog = Catalog(database).read()
+    assert catalog.models["zimg"].config == ModelConfig()
+    assert catalog.limits_of("acme") == NO_LIMITS
+    database.close()
+
+
 def test_a_copied_key_of_the_release_before_still_opens(empty_url):
     migrate.upgrade(empty_url)
     migrate.migrate_to(empty_url, "0006")
@@ -276,7 +301,7 @@ def test_after_going_back_the_release_before_knows_a_key_of_each_tenant(empty_ur
     hashes = {valid.identity.key_id: hashed for hashed, valid in ApiKeys(database).list_valid(T0)[1].items()}
     migrate.migrate_to(empty_url, "0006")
     with database.read() as connection:
-        rows = connection.execute(text("SELECT name, key_hash, admin FROM tenants")).all()
+        rows = connection.execute(text("SELECT name, key_hash, admin FROM tenants WHERE name IN ('ops', 'acme')")).all()
     known = {row.name: (row.key_hash, row.admin) for row in rows}
     assert known == {"ops": (hashes[first["ops"]], 1), "acme": (hashes[first["acme"]], 0)}
     database.close()

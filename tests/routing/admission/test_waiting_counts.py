@@ -1,0 +1,40 @@
+"""A limit that is far away is looked at once a second, a near one for each submit."""
+
+import pytest
+
+from routing.admission.waiting_counts import FAR, FRESH_MS, WaitingCounts
+from tests.support.room import START_MS
+
+LIMIT = 2 * FAR
+
+
+@pytest.fixture
+def counts() -> WaitingCounts:
+    known = WaitingCounts()
+    known.note("zimg", 100, START_MS)
+    return known
+
+
+def test_a_limit_that_is_far_away_needs_no_look_within_a_second(counts):
+    assert counts.has_room("zimg", 1, LIMIT, START_MS + FRESH_MS)
+    assert not counts.has_room("zimg", 1, LIMIT, START_MS + FRESH_MS + 1)
+    assert not counts.has_room("zimg", 1, LIMIT, START_MS - 1)
+    assert not counts.has_room("other", 1, LIMIT, START_MS)
+
+
+def test_a_limit_that_may_be_reached_within_a_second_is_looked_at(counts):
+    assert counts.has_room("zimg", 10, 110 + FAR, START_MS)
+    assert not counts.has_room("zimg", 1, 110 + FAR, START_MS)
+
+
+def test_what_this_process_admits_counts_before_the_next_look(counts):
+    assert counts.has_room("zimg", FAR - 100, LIMIT, START_MS)
+    assert not counts.has_room("zimg", 1, LIMIT, START_MS)
+
+
+def test_few_counts_are_kept(monkeypatch, counts):
+    monkeypatch.setattr("routing.admission.waiting_counts._MAX_KNOWN", 3)
+    for n in range(5):
+        counts.note(n, 0, START_MS)
+        assert len(counts._known) <= 3
+    assert counts.has_room(4, 1, LIMIT, START_MS)

@@ -6,6 +6,7 @@ from flask_openapi import APIBlueprint
 from app import context, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
+    batch_views,
     job_views,
     key_views,
     model_views,
@@ -31,7 +32,8 @@ from tasks import services, startup
 _APIS: tuple[APIBlueprint, ...] = (
     submit_views.api,
     job_views.api,
-    job_views.batches_api,
+    batch_views.api,
+    batch_views.queue_api,
     stream_views.api,
     webhook_views.api,
     push_views.api,

@@ -65,9 +65,12 @@ def _reject_constant(name: str) -> NoReturn:
 _decoder = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_reject_constant)
 
 
-def parse_json(text: bytes, **facts: Any) -> Any:
-    """Return the JSON value.  Raises ProblemError 400 with `facts`, which names the place of the error."""
-    with _parse_errors_as_problems(facts):
+def parse_json(text: bytes, part: str = "body", **facts: Any) -> Any:
+    """Return the JSON value.  Raises ProblemError 400 with `facts`, which names the place of the error.
+
+    part: what the text is of the request, for the error.
+    """
+    with _parse_errors_as_problems(facts, part):
         return _decoder.decode(text.decode())
 
 
@@ -122,28 +125,28 @@ def _skip_whitespace(text: str, at: int) -> int:
 
 
 @contextmanager
-def _parse_errors_as_problems(facts: dict[str, Any]) -> Iterator[None]:
+def _parse_errors_as_problems(facts: dict[str, Any], part: str = "body") -> Iterator[None]:
     """Raise a ProblemError for each error of the parser."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise _malformed(f"byte {error.start} is no UTF-8", facts) from None
+        raise _malformed(f"byte {error.start} is no UTF-8", facts, part) from None
     except json.JSONDecodeError as error:
-        raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts) from None
+        raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts, part) from None
     except RecursionError:
-        raise _malformed("it is nested too deeply", facts) from None
+        raise _malformed("it is nested too deeply", facts, part) from None
     except _Refused as error:
-        raise _malformed(str(error), facts) from None
+        raise _malformed(str(error), facts, part) from None
     except ValueError:  # Python's limit on the digits of an integer
         errors = [{"field": "body", "message": json_text.TOO_MANY_DIGITS}]
-        detail = f"In the body, {json_text.TOO_MANY_DIGITS}."
+        detail = f"In the {part}, {json_text.TOO_MANY_DIGITS}."
         raise ProblemError(
             422, "invalid_request", "The request is not valid", detail, field="body", errors=errors, **facts
         ) from None
 
 
-def _malformed(reason: str, facts: dict[str, Any]) -> ProblemError:
-    return ProblemError(400, "malformed_json", "Not valid JSON", f"The body is not valid JSON: {reason}.", **facts)
+def _malformed(reason: str, facts: dict[str, Any], part: str) -> ProblemError:
+    return ProblemError(400, "malformed_json", "Not valid JSON", f"The {part} is not valid JSON: {reason}.", **facts)
 
 
 def read_body(request: flask.Request) -> bytes:
@@ -245,6 +248,32 @@ def read_batch(request: Request, most_bytes: int, longest: int) -> list[BatchIte
     if not items:
         raise _invalid_batch(f"The batch holds no jobs; send 1 to {MAX_BATCH_JOBS}.")
     return items
+
+
+def read_lines(request: Request, most_bytes: int, longest: int) -> list[Any]:
+    """Return the values of the lines in the body (NDJSON); of a line that is not valid, the error.
+
+    `most_bytes`: limit of the body.  `longest`: limit of one line, in bytes.  Raises ProblemError: it is no NDJSON, or
+    has too many lines.
+    """
+    if request.mimetype != NDJSON:
+        detail = f"Send lines as NDJSON, with Content-Type: {NDJSON}."
+        raise ProblemError(415, "unsupported_media_type", "Not NDJSON", detail)
+    request.max_content_length = most_bytes
+    require_known_length(request)
+    lines = [line for line in BytesIO(read_body(request)) if line.strip()]
+    if len(lines) > MAX_BATCH_JOBS:
+        raise _invalid_batch(f"The body has more than {MAX_BATCH_JOBS} lines; send them in several requests.")
+    return [_parse_line(line, longest) for line in lines]
+
+
+def _parse_line(line: bytes, longest: int) -> Any:
+    if len(line) > longest:
+        return InvalidRequest("line", f"The line has more than {longest} bytes.")
+    try:
+        return parse_json(line, "line")
+    except ProblemError as error:
+        return InvalidRequest("line", error.detail)
 
 
 def _parse_item(index: int, value: Any) -> BatchItem:

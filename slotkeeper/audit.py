@@ -26,7 +26,8 @@ T = TypeVar("T")
 ACTION_PREFIX = "act."
 ACTIONS = frozenset(
     {
-        *("job.cancel", "job.retry", "job.delete", "job.read_payload", "batch.cancel"),
+        *("job.cancel", "job.retry", "job.delete", "job.read_payload"),
+        *(f"batch.{word}" for word in ("cancel", "pause", "resume")),
         *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.keep"),
         *("defaults.set", "defaults.remove"),

@@ -15,6 +15,9 @@ POINTS = (
     "submit_committed",  # stored, not in Redis
     "submit_enqueued",  # in Redis, perhaps offered, not published
     "offer_published",  # the message is sent, the client has no answer
+    "batch_chunk_committed",  # a chunk of lines is stored, not in Redis
+    "batch_closed",  # the batch has all its lines; those on hold are not released
+    "lines_held",  # some queued lines are on hold in the database, still in Redis
     "start_claimed",  # this worker holds the lease, the database says queued
     "start_committed",  # running, nothing sent
     "run_sent",  # the request is sent, nothing is stored

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
+from routing.dispatch import batch_control
 from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs, watched
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
@@ -34,6 +35,7 @@ from tasks.relay.sinks.task_events import TaskEventSink
 from tasks.retries import decide_end
 from tasks.security.vault import reseal, reseal_signing_secret
 from tasks.services import (
+    batches,
     catalog,
     database,
     dispatcher,
@@ -50,6 +52,7 @@ log = structlog.get_logger(__name__)
 _RECHECK_DELAY_S = 1.0
 _NO_LIMIT = 1_000_000
 _KEEP_TIME_LIMIT_S = 0.8  # of one pass of `keep_time`
+_DRIVE_LIMIT_S = 1.5
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
 _MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted by its age
 _COUNT_LIMIT_S = 4.0
@@ -166,6 +169,12 @@ def watch_runs() -> None:
     decommission.finish_removals(dispatcher())
 
 
+@_periodic_task("drive_batches")
+def drive_batches() -> None:
+    """Hold, release or cancel jobs of batches, and end batches whose jobs have all ended."""
+    batch_control.drive_all(dispatcher(), batches(), dispatcher().settings.batch_open_s, _DRIVE_LIMIT_S)
+
+
 @_periodic_task("check_servers")
 def check_servers() -> None:
     """Ask servers for their health; those that are stopped, or ask for that, only if they run something.
@@ -248,6 +257,7 @@ def scan_dlq() -> None:
         return
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
+    batches().delete_old(clock.ago_ms(StorageSettings().retention_s * 1000, now_ms()))
     server_descriptions.delete_unused(database(), now_ms())
     usage.delete_old_days(database(), now_ms())
     reseal_secrets()

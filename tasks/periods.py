@@ -6,6 +6,7 @@ PERIODS_S = {
     "reap": 0.5,
     "reap_killed": 0.5,
     "watch_runs": 2.0,
+    "drive_batches": 2.0,
     "check_servers": 10.0,
     "check_urgent_servers": 2.0,
     "sync_locks": 30.0,

@@ -19,6 +19,7 @@ from routing.scripts import make_scripts
 from slotkeeper.config import StorageSettings
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
+from slotkeeper.jobs.batches import Batches
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox.result_notifications import ResultNotifications
 from slotkeeper.process import singleton
@@ -116,6 +117,11 @@ def catalog_cache() -> CatalogCache:
 @singleton
 def store() -> JobStore:
     return JobStore(database(), StorageSettings().idempotency_window_s)
+
+
+@singleton
+def batches() -> Batches:
+    return Batches(database())
 
 
 @singleton

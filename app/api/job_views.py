@@ -1,4 +1,4 @@
-"""Read, cancel and retry jobs, batches and dead jobs.  A tenant sees its own; an operator sees all."""
+"""Read, cancel and retry jobs and dead jobs.  A tenant sees its own; an operator sees all."""
 
 from typing import Any
 
@@ -15,11 +15,6 @@ from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_curs
 from app.schemas.job_schemas import (
     AttemptList,
     AttemptView,
-    BatchCancelResult,
-    BatchList,
-    BatchPath,
-    BatchQuery,
-    BatchView,
     CancelResult,
     DlqQuery,
     ExplanationView,
@@ -31,28 +26,24 @@ from app.schemas.job_schemas import (
     RetryAllQuery,
     RetryAllResult,
     WaitQuery,
-    count_waiting,
     estimate_basis,
     estimated_start_s,
     position_fields,
 )
 from app.watched import keep_watched
 from routing.queries import explain, job_list, short_ids
-from routing.queries.job_list import Batch
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
-from slotkeeper.errors import Conflict, JobNotFound, NotFound
+from slotkeeper.errors import Conflict, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox import retention
 from slotkeeper.registry.identity import Scope
-from tasks.services import database, workers
+from tasks.services import workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs", scope=Scope.READ)
-batches_api = blueprint("batches", "Batches", "/queue/batches", scope=Scope.READ)
 dlq_api = blueprint("dlq", "Dead letter queue", "/admin/dlq", scope=Scope.MANAGE)
-_CANCEL_TIME_S = 5.0  # how long one request cancels jobs
 _MAX_RETRIED = 500  # jobs that one request queues again
 
 
@@ -126,7 +117,7 @@ def explain_job(path: JobPath) -> dict[str, Any]:
 
     `code` is one of: turn, slots_busy, tenant_slots, max_slots, tenant_paused, model_paused, model_breaker_open,
     model_probing, server_breaker_open, server_away, server_silent, server_cooling, slot_withheld, server_unavailable,
-    constraints_unmet, no_server, no_worker, retry, not_before, not_in_room, run_waits, redis_away.
+    constraints_unmet, no_server, no_worker, retry, not_before, held, not_in_room, run_waits, redis_away.
     """
     job = visible_job(path.job_id)
     explanation = explain.explain_job(dispatcher(), workers(), job)
@@ -170,53 +161,6 @@ def _position_of(job: Job) -> QueuePosition:
     if job.state is not State.QUEUED:
         return QueuePosition()
     return read_position(dispatcher(), workers(), job.queued)
-
-
-@batches_api.get("", responses={200: BatchList, **problem_responses(422)})
-def list_batches(query: BatchQuery) -> dict[str, Any]:
-    """List batches, the newest first, with the progress of each."""
-    before = batch_filter(query.cursor, "cursor")
-    batches = job_list.newest_batches(database(), visible_tenant(), before, query.limit)
-    cursor = batches[-1].id if len(batches) == query.limit else None
-    return BatchList.build(batches=[BatchView.build(batch) for batch in batches], next_cursor=cursor)
-
-
-@batches_api.get("/<batch>", responses={200: BatchView, **problem_responses(404)})
-def get_batch(path: BatchPath) -> dict[str, Any]:
-    """Show the progress of a batch.  `GET /queue/jobs?batch=…` lists its jobs."""
-    return BatchView.build(_visible_batch(path.batch))
-
-
-@batches_api.post(
-    "/<batch>/cancel",
-    responses={
-        200: BatchCancelResult,
-        202: response_of(BatchCancelResult, "Some jobs are left"),
-        **problem_responses(404, 409, 415),
-    },
-)
-@scope(Scope.SUBMIT)
-def cancel_batch(path: BatchPath) -> tuple[dict[str, Any], int]:
-    """Cancel all jobs of a batch that have not ended, first those that would start next.
-
-    200: no job of the batch will start.  202: the batch has so many jobs that some are left; repeat the request.
-    409: all jobs of the batch have ended.
-    """
-    batch = _visible_batch(path.batch)
-    if batch.ended == batch.jobs:
-        raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
-    done = dispatcher().cancel_batch(batch.id, visible_tenant(), _CANCEL_TIME_S)
-    remaining = 0 if done.is_complete else count_waiting(_visible_batch(batch.id))
-    result = BatchCancelResult.build(batch=batch.id, canceled=done.canceled, canceling=done.asked, remaining=remaining)
-    return result, 200 if done.is_complete else 202
-
-
-def _visible_batch(batch_id: str) -> Batch:
-    """Return a batch, with only those of its jobs that this request may see.  Raises NotFound: there are none."""
-    batches = job_list.read_batches(database(), [batch_id], visible_tenant()) if batch_id.isprintable() else []
-    if not batches:
-        raise NotFound("There is no such batch, or its jobs have been removed.", batch=batch_id)
-    return batches[0]
 
 
 @dlq_api.get("", responses={200: JobList, **problem_responses(422)})

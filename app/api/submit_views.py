@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from flask import Response, g, request
@@ -23,11 +22,10 @@ from app.schemas.job_schemas import (
     position_fields,
 )
 from app.schemas.job_schemas import SubmitReceipt as ReceiptView
-from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index
+from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index, not_before_ms
 from routing.dispatch.dispatcher import Receipt
 from routing.queries import explain, positions
 from routing.queries.positions import QueuePosition
-from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
 from slotkeeper.registry.identity import Scope, Tenant
@@ -36,8 +34,7 @@ from tasks.services import workers
 api = blueprint("queue", "Submit", "/queue", scope=Scope.SUBMIT)
 
 
-@api.after_request
-def _show_rates(response: Response) -> Response:
+def show_rates(response: Response) -> Response:
     """Say what is left of rates and slot time, as draft-ietf-httpapi-ratelimit-headers-10 defines it."""
     rates = g.get("rates", ())
     if rates:
@@ -48,6 +45,7 @@ def _show_rates(response: Response) -> Response:
     return response
 
 
+api.after_request(show_rates)
 _KEY = optional_headers(
     Idempotency_Key="Names this request: if it is sent again within a day, it returns the same job."
 )
@@ -57,7 +55,6 @@ _BATCH_KEY = optional_headers(
     Idempotency_Key="Names this batch: if it is sent again within a day, it returns the same jobs.",
 )
 _REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
-_TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 
 @api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
@@ -121,24 +118,8 @@ def submission(
         idempotency_key=key,
         traceparent=traceparent,
         batch=batch,
-        not_before_ms=_not_before_ms(body.not_before),
+        not_before_ms=not_before_ms(body.not_before),
     )
-
-
-def _not_before_ms(value: float | str | None) -> int | None:
-    """Return a time in ISO 8601 as ms since the epoch; None: seconds from now, or nothing.  Raises InvalidJob."""
-    if not isinstance(value, str):
-        return None
-    try:
-        when = datetime.fromisoformat(value)
-    except ValueError:
-        raise InvalidJob("not_before", f"not_before {_TIME_FORMAT}") from None
-    if when.tzinfo is None:
-        raise InvalidJob("not_before", f"not_before names no zone; {_TIME_FORMAT}")
-    try:
-        return round(when.timestamp() * 1000)
-    except (OverflowError, ValueError):
-        raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
 
 
 def _batch_submission(

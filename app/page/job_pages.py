@@ -6,6 +6,7 @@ from typing import Any
 
 from flask import Response, redirect, request
 
+from app.api import batch_views
 from app.api import job_views as jobs_api
 from app.context import dispatcher
 from app.page.layout import form
@@ -14,7 +15,8 @@ from app.page.rendering import json_preview, render_page, segment
 from app.payloads import is_own, read_payload
 from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
-from app.schemas.job_schemas import BatchPath, BatchQuery, DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
+from app.schemas.batch_schemas import BatchPath, BatchQuery
+from app.schemas.job_schemas import DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
 from routing.queries import job_timeline
 from routing.queries.explain import NULL_RESULT
 from routing.queries.job_timeline import Phase, PhaseKind, Timeline, merge_unreached
@@ -164,13 +166,13 @@ def _bars(timeline: Timeline, now_ms: int) -> list[Bar]:
 
 @page_view("/page/batches")
 def batches() -> Any:
-    listed = jobs_api.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
+    listed = batch_views.list_batches(BatchQuery(limit=20, cursor=request.args.get("cursor") or None))
     return render_page("batches.html", batches=listed["batches"], next=listed["next_cursor"])
 
 
 @page_view("/page/batches/<batch>")
 def batch(batch: str) -> Any:
-    progress = jobs_api.get_batch(BatchPath(batch=batch))
+    progress = batch_views.get_batch(BatchPath(batch=batch))
     query = {name: request.args.get(name) or None for name in ("status", "cursor")}
     listed = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **query}))
     return render_page(
@@ -180,12 +182,12 @@ def batch(batch: str) -> Any:
 
 @page_view("/page/batches/<batch>/cancel")
 def ask_to_cancel_batch(batch: str) -> Any:
-    return render_page("cancel_batch.html", batch=jobs_api.get_batch(BatchPath(batch=batch)))
+    return render_page("cancel_batch.html", batch=batch_views.get_batch(BatchPath(batch=batch)))
 
 
 @page_view("/page/batches/<batch>/cancel", Scope.SUBMIT, method="POST")
 def cancel_batch(batch: str) -> Any:
-    jobs_api.cancel_batch(BatchPath(batch=batch))
+    batch_views.cancel_batch(BatchPath(batch=batch))
     return redirect(f"/page/batches/{segment(batch)}?done=batch-canceled", 303)
 
 

@@ -11,7 +11,6 @@ from routing.admission.constraints import decode_constraints, environment_of
 from routing.admission.job_request import JobRequest
 from routing.admission.labels import MAX_LABELS, decode_labels
 from routing.queries import explain, job_timeline
-from routing.queries.job_list import Batch
 from routing.queries.positions import QueuePosition, StartEstimate
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.terms import OnFailure, decode_terms
@@ -325,52 +324,6 @@ class PushResult(ResponseSchema):
     status: str = Field(
         description="The current state of the job; `ignored`: the push does not report the end of the run."
     )
-
-
-class BatchQuery(Schema):
-    limit: int = Field(20, ge=1, le=50)
-    cursor: str | None = Field(
-        None, max_length=36, description="next_cursor of the page before.", json_schema_extra=_BATCH_SCHEMA
-    )
-
-
-class BatchPath(Schema):
-    batch: str = Field(json_schema_extra=_BATCH_SCHEMA)
-
-
-class BatchView(ResponseSchema, source=Batch):
-    """The progress of a batch.  Jobs that were removed, by retention or by an operator, are not counted."""
-
-    batch: Annotated[str, From("id")]
-    tenant: str
-    status: Annotated[
-        Literal["active", "ended"], From(lambda batch: "ended" if batch.ended == batch.jobs else "active")
-    ] = Field(description="ended: all of its jobs have ended.")
-    jobs: int
-    ended: int
-    by_state: dict[str, int] = Field(description="Number of jobs in each state; states without jobs are left out.")
-    created_at: Time
-    completed_at: Annotated[Time | None, From("finished_ms")] = Field(
-        description="When the last of its jobs ended; null: not all have ended."
-    )
-
-
-class BatchList(ResponseSchema):
-    batches: list[BatchView]
-    next_cursor: str | None
-
-
-class BatchCancelResult(ResponseSchema):
-    """What was done with the jobs that had not ended."""
-
-    batch: str
-    canceled: int = Field(description="Waiting jobs that were canceled.")
-    canceling: int = Field(description="Running jobs whose servers were asked to stop.")
-    remaining: int = Field(description="Waiting jobs that are left; repeat the request until it is 0.")
-
-
-def count_waiting(batch: Batch) -> int:
-    return batch.by_state.get(State.QUEUED, 0) + batch.by_state.get(State.DELAYED, 0)
 
 
 class RetryAllQuery(Schema):

@@ -279,14 +279,14 @@ class GivenUpList(ResponseSchema):
 
 
 class CallbackView(ResponseSchema, source=GivenUpCallback):
-    """A message to a job's `callback_url` that was given up."""
+    """A message to the `callback_url` of a job or a batch that was given up."""
 
     message: Annotated[str, From("message.id")] = Field(description="Its webhook-id.")
-    job_id: Annotated[str, From("message.job_id")]
-    model: str
+    job_id: Annotated[str, From("message.job_id")] = Field(description="Its job, or its batch.")
+    model: str | None = Field(description="null: it is of a batch.")
     tenant: str
     url: Annotated[str, From(lambda callback: mask_url(callback.url))] = _SHOWN_URL
-    status: Annotated[str, From("status")] = Field(description="The final state of the job.")
+    status: Annotated[str, From("status")] = Field(description="The final state of the job; `ended`: of the batch.")
     ended_at: Annotated[Time, From("message.at_ms")]
     given_up_at: Annotated[Time | None, From("message.ended_ms")]
     tries: Annotated[int, From("message.tries")]

@@ -46,9 +46,17 @@ class Admission:
         queues.scripts.bind(LimitScripts)  # Now, and not at the first submit, if a header differs.
 
     def check(
-        self, new: Sequence[NewJob], sender: Identity, catalog: CatalogSnapshot, now_ms: int
+        self,
+        new: Sequence[NewJob],
+        sender: Identity,
+        catalog: CatalogSnapshot,
+        now_ms: int,
+        *,
+        are_held: bool = False,
     ) -> list[LimitStatus]:
         """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
+
+        are_held: they do not enter a queue yet, so that limits on what waits there do not apply.
 
         Returns what is left of the sender's rates, and of the slot time of the jobs' tenants.
 
@@ -60,12 +68,25 @@ class Admission:
         self._run_phase(request, context, Phase.LOCAL)
         if not self._queues.is_unavailable():
             try:
-                self._run_phase(request, context, Phase.READ)
+                if not are_held:
+                    self._run_phase(request, context, Phase.READ)
                 self._run_phase(request, context, Phase.COUNT)
             except RedisError as error:
                 self._queues.mark_unavailable()
                 log.warning("limits_not_checked", error=str(error))
         return request.statuses
+
+    def find_refusal(self, job: NewJob, sender: Identity, catalog: CatalogSnapshot, now_ms: int) -> InvalidJob | None:
+        """Return why this job could never be accepted as it is, as far as that is known without Redis.
+
+        Raises as `check`.
+        """
+        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
+        try:
+            self._run_phase(AdmissionRequest([job], sender, now_ms), context, Phase.LOCAL)
+        except InvalidJob as refusal:
+            return refusal
+        return None
 
     def _run_phase(self, request: AdmissionRequest, context: LimitContext, phase: Phase) -> None:
         """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import orjson
@@ -31,6 +32,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_KEY_LENGTH = 255
 _LONGEST_WAIT_S = 366 * 86_400
 _DEEPEST = 64  # levels of a payload
+_TIME_FORMAT = "must be ISO 8601 with its zone, such as 2030-01-31T12:00:00Z, or a number of seconds from now"
 
 UrlCheck = Callable[[str], str | None]
 """Returns why a URL may not be called; None: it may."""
@@ -45,8 +47,9 @@ class Submission:
     """A request, and what its interface knows beside it.
 
     `expires_ms`, `not_before_ms`: in place of the request's `ttl` and `not_before`, where the client named a time (ms).
-    `id`: chosen by the client (Celery's task id); None: a new one.  `batch`: the name of the batch.  `traceparent`: of
-    the trace that it belongs to; one that is not well-formed is ignored.
+    `id`: chosen by the client (Celery's task id); None: a new one.  `batch`: the name of the batch.  `custom_id`: the
+    client's name of this line of the batch.  `traceparent`: of the trace that it belongs to; one that is not
+    well-formed is ignored.
     """
 
     request: JobRequest
@@ -59,6 +62,7 @@ class Submission:
     envelope: str | None = None
     expires_ms: int | None = None
     not_before_ms: int | None = None
+    custom_id: str | None = None
 
 
 def check_name(name: str, field: str = "model") -> str:
@@ -124,14 +128,30 @@ def prepare_job(
         labels=encode_labels(request.labels),
         traceparent=trace_context.parse_traceparent(submission.traceparent),
         batch=submission.batch,
-        terms=_terms(request, model),
+        terms=_terms(request, model, submission.custom_id),
     )
 
 
-def _terms(request: JobRequest, model: Model) -> str | None:
+def not_before_ms(value: float | str | None) -> int | None:
+    """Return a time in ISO 8601 as ms since the epoch; None: seconds from now, or nothing.  Raises InvalidJob."""
+    if not isinstance(value, str):
+        return None
+    try:
+        when = datetime.fromisoformat(value)
+    except ValueError:
+        raise InvalidJob("not_before", f"not_before {_TIME_FORMAT}") from None
+    if when.tzinfo is None:
+        raise InvalidJob("not_before", f"not_before names no zone; {_TIME_FORMAT}")
+    try:
+        return round(when.timestamp() * 1000)
+    except (OverflowError, ValueError):
+        raise InvalidJob("not_before", "not_before must lie between now and 366 days from now") from None
+
+
+def _terms(request: JobRequest, model: Model, custom_id: str | None) -> str | None:
     """Return the terms of a job as they are stored.  Raises InvalidJob: its model does not allow them."""
     on_failure, size, gone_s = request.on_failure, request.expected_output, request.cancel_when_gone
-    if on_failure is None and size is None and gone_s is None:
+    if on_failure is None and size is None and gone_s is None and custom_id is None:
         return None
     if on_failure is not None:
         on_failure = read_on_failure(on_failure, model.name, model.config)
@@ -141,7 +161,8 @@ def _terms(request: JobRequest, model: Model) -> str | None:
         isinstance(gone_s, bool) or not isinstance(gone_s, int | float) or not MIN_GONE_S <= gone_s <= MAX_GONE_S
     ):
         raise InvalidJob("cancel_when_gone", f"cancel_when_gone must be {MIN_GONE_S} to {MAX_GONE_S} seconds")
-    return JobTerms(on_failure=on_failure, expected_output=size, cancel_when_gone=gone_s).encode()
+    terms = JobTerms(on_failure=on_failure, expected_output=size, cancel_when_gone=gone_s, custom_id=custom_id)
+    return terms.encode()
 
 
 def encode_payload(payload: Any, limit: int) -> str:

@@ -112,7 +112,7 @@ class Dispatcher:
         self.settings = settings
         self.admission = admission
         self._notifier = notifier
-        self._check_url = check_url
+        self.check_url = check_url
         self.watched = WatchedJobs(queues.scripts)
         self._postponed = PostponedJobs()
 
@@ -143,7 +143,7 @@ class Dispatcher:
             with error_index(index):
                 model = catalog.resolve(submission.request.model)
                 environment = catalog.limits_of(submission.tenant).allowed_environments[0]
-                new.append(prepare_job(submission, model, self._check_url, now, environment))
+                new.append(prepare_job(submission, model, self.check_url, now, environment))
         notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
@@ -185,17 +185,7 @@ class Dispatcher:
         known = self.store.get(accepted.id) if accepted.deduplicated else None
         if known is not None:
             return Receipt(accepted, known.queued, notice)
-        queued = QueuedJob(
-            job.id,
-            accepted.seq,
-            job.model,
-            job.priority,
-            job.tenant,
-            now_ms,
-            job.constraints,
-            job.deadline_ms or 0,
-        )
-        return Receipt(accepted, queued, notice)
+        return Receipt(accepted, queued_job(job, accepted.seq, now_ms), notice)
 
     def enqueue(self, jobs: Sequence[QueuedJob], *, new: bool = False) -> dict[str, Position]:
         """Put queued jobs into Redis, and publish the offers that this allows.  Failures are left to the sweep.
@@ -332,13 +322,12 @@ class Dispatcher:
             return job.state
         raise Conflict(f"Job {job_id!r} has ended already: it is {job.state}.", job_id=job_id, status=job.state)
 
-    def cancel_batch(self, batch: str, tenant: str | None, within_s: float) -> BatchCancellation:
+    def cancel_jobs_of_batch(self, batch: str, tenant: str, within_s: float) -> BatchCancellation:
         """Cancel the unfinished jobs of a batch in order of acceptance, so that those next in turn come first.
 
-        tenant: only the jobs of this tenant.  After `within_s` the rest is left to the next call.
+        After `within_s` the rest is left to the next call.
         """
         until, canceled, asked = time.monotonic() + within_s, 0, 0
-        audit.write_entry(self.store.database, audit.make_entry("batch.cancel", tenant=tenant, batch=batch))
         last_seq: int | None = 0
         while last_seq is not None:
             now = now_ms()
@@ -388,6 +377,11 @@ class Dispatcher:
                 raise JobNotFound(f"There is no job {job_id!r}.", job_id=job_id)
             raise Conflict(f"Job {job_id!r} is {job.state}; only a dead job can be retried.", status=job.state)
         self.enqueue([queued])
+
+
+def queued_job(job: NewJob, seq: int, now_ms: int) -> QueuedJob:
+    """Return a job that has just been accepted as the queue has it."""
+    return QueuedJob(job.id, seq, job.model, job.priority, job.tenant, now_ms, job.constraints, job.deadline_ms or 0)
 
 
 def _make_notice(job: NewJob, catalog: CatalogSnapshot) -> str | None:

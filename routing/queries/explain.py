@@ -22,6 +22,7 @@ from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
 from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs import quarantine
+from slotkeeper.jobs.batches import Batches
 from slotkeeper.jobs.quarantine import QuarantinedSlot
 from slotkeeper.jobs.states import END_SENTENCES, Reason, State
 from slotkeeper.jobs.values import Job
@@ -106,7 +107,7 @@ def explain_job(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Ex
     While Redis does not answer, the explanation of a queued job says only that.  Raises DatabaseUnavailable.
     """
     if job.state is State.DELAYED:
-        return _explain_delayed(job)
+        return _explain_held(dispatcher, job) if job.due_ms is None else _explain_delayed(job)
     if job.state is not State.QUEUED:
         blockers = (*_run_waits(dispatcher, job), *_server_of_run(dispatcher, job))
         return Explanation("  ".join([_describe_state(job), *(one.sentence for one in blockers)]), blockers)
@@ -118,6 +119,17 @@ def explain_job(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -> Ex
 def breaker_reason(why: str) -> str:
     """Return in words why a breaker opened.  `why`: as in ServerStatus.open_why."""
     return _BREAKER_REASONS.get(why, _BREAKER_REASONS["failures"])
+
+
+def _explain_held(dispatcher: Dispatcher, job: Job) -> Explanation:
+    batch = Batches(dispatcher.store.database).get(job.tenant, job.batch or "")
+    if batch is not None and batch.is_paused:
+        sentence = f"its batch {batch.id} is paused; POST /batches/{batch.id}/resume lets it go on"
+    elif batch is not None and batch.holds_lines:
+        sentence = f"its batch {batch.id} is not complete: with on_error=refuse nothing runs before all lines are there"
+    else:
+        sentence = "its batch is letting its jobs go on"
+    return _waiting_for(Blocker("held", sentence, subject=job.batch))
 
 
 def _explain_delayed(job: Job) -> Explanation:

@@ -1,20 +1,15 @@
-"""List jobs and batches page by page, and count jobs.
+"""List jobs page by page, and count jobs.  Each page is read by an index, however many jobs there are."""
 
-A batch is the jobs that were submitted with the same batch id, in one request or in several.  It has no row: it is read
-from its jobs, and ends with the last of them.  Each page is read by an index, however many jobs there are.
-"""
-
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, ColumnElement, Connection, Row, Select, bindparam, func, select, text
+from sqlalchemy import Column, ColumnElement, Connection, Row, Select, func, select, text
 
 from slotkeeper.db import Database
 from slotkeeper.jobs.rows import job_from_row
 from slotkeeper.jobs.statements import JOB_LIST, key_range, seq_range, unindexed
-from slotkeeper.jobs.states import FINAL_STATES, State
+from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import ACTIVE_CONDITION, closed_models, job_labels, jobs
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox.tables import receivers
@@ -24,52 +19,8 @@ _LARGE_STATES = frozenset({State.QUEUED, State.COMPLETED})
 _MOST_COUNTED = 1000
 """Jobs of each filter that are counted, to read by the one that has the fewest."""
 _MOST_AT_ONCE = 1000
-_AFTER_ALL_IDS = "z"  # in every collation of a database
-# Batch ids are UUIDv7, so the newest batch has the last id.  The query steps from each id to the one before it by an
-# index, so that each step reads one row.
-_PREVIOUS_BATCH = "SELECT batch FROM jobs WHERE batch IS NOT NULL{tenant} AND batch < {last} ORDER BY {order} LIMIT 1"
-_NEWEST_BATCHES = """
-WITH RECURSIVE found(batch, number) AS (
-    SELECT ({first}), 1
-    UNION ALL
-    SELECT ({then}), number + 1 FROM found WHERE found.batch IS NOT NULL AND number < :most
-)
-SELECT batch FROM found WHERE batch IS NOT NULL
-"""
-_BATCH_STATES = (
-    select(
-        jobs.c.batch,
-        jobs.c.state,
-        func.count().label("jobs"),
-        func.min(jobs.c.tenant).label("tenant"),
-        func.min(jobs.c.created_ms).label("created_ms"),
-        func.max(jobs.c.finished_ms).label("finished_ms"),
-    )
-    .where(text("batch IS NOT NULL"), jobs.c.batch.in_(bindparam("p_batches", expanding=True)))
-    .group_by(jobs.c.batch, jobs.c.state)
-)
-
 _Key: TypeAlias = str | Column[Any]
 """What jobs are read by: a label, or a column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch.  `by_state`: number of its jobs in each state.  `finished_ms`: its end; None: it has not ended."""
-
-    id: str
-    tenant: str
-    created_ms: int
-    by_state: Mapping[State, int]
-    finished_ms: int | None
-
-    @property
-    def jobs(self) -> int:
-        return sum(self.by_state.values())
-
-    @property
-    def ended(self) -> int:
-        return sum(count for state, count in self.by_state.items() if state in FINAL_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,49 +190,3 @@ def _has_label(label: str) -> ColumnElement[bool]:
     # A look-up for each job: for EXISTS, PostgreSQL may read all rows of the label.  Either index has the row.
     key = (job_labels.c.tenant == jobs.c.tenant, job_labels.c.label == label, job_labels.c.seq == jobs.c.seq)
     return select(job_labels.c.seq).where(*key).limit(1).scalar_subquery().is_not(None)
-
-
-# -- batches ---------------------------------------------------------------------------------------------------
-
-
-def newest_batches(database: Database, tenant: str | None, before: str | None, limit: int) -> list[Batch]:
-    """Return batches of a tenant, or of all, the newest first.
-
-    `before`: the id of the last batch of the page before; None: the first page.  Raises DatabaseUnavailable.
-    """
-    params = {"last": before or _AFTER_ALL_IDS, "most": limit} | ({} if tenant is None else {"tenant": tenant})
-    with database.read() as connection:
-        ids = connection.execute(text(_newest_batches_sql(tenant)), params).scalars().all()
-    return read_batches(database, ids, tenant)
-
-
-def read_batches(database: Database, ids: Sequence[str], tenant: str | None = None) -> list[Batch]:
-    """Return these batches in this order, from the jobs of `tenant`, or of all.  Raises DatabaseUnavailable.
-
-    A batch without such a job is left out: clients may name batches, and two tenants may use the same name.
-    """
-    if not ids:
-        return []
-    query = _BATCH_STATES if tenant is None else _BATCH_STATES.where(jobs.c.tenant == tenant)
-    rows: dict[str, list[Any]] = defaultdict(list)
-    with database.read() as connection:
-        for row in connection.execute(query, {"p_batches": list(ids)}):
-            rows[row.batch].append(row)
-    return [_batch_from_rows(batch, rows[batch]) for batch in ids if batch in rows]
-
-
-def _newest_batches_sql(tenant: str | None) -> str:
-    condition, order = ("", "batch DESC") if tenant is None else (" AND tenant = :tenant", "tenant DESC, batch DESC")
-    first, then = (
-        _PREVIOUS_BATCH.format(tenant=condition, order=order, last=last) for last in (":last", "found.batch")
-    )
-    return _NEWEST_BATCHES.format(first=first, then=then)
-
-
-def _batch_from_rows(batch: str, rows: Sequence[Any]) -> Batch:
-    """Return a batch from one row for each state of its jobs."""
-    counts_by_state = {State(row.state): row.jobs for row in rows}
-    by_state = {state: counts_by_state[state] for state in State if state in counts_by_state}
-    has_ended = all(state in FINAL_STATES for state in by_state)
-    finished_ms = max(row.finished_ms for row in rows) if has_ended else None
-    return Batch(batch, rows[0].tenant, min(row.created_ms for row in rows), by_state, finished_ms)

@@ -58,7 +58,7 @@ class PreparedJob(NamedTuple):
 
 def prepare(job: NewJob, now_ms: int) -> PreparedJob:
     """Make the rows of a new job, before the transaction begins that keeps other writers waiting."""
-    why = Reason.SUBMITTED if job.not_before_ms is None else Reason.SCHEDULED
+    why = Reason.SUBMITTED if job.not_before_ms is None and not job.is_held else Reason.SCHEDULED
     to = find_edge(None, why).to
     requested = dict(zip(_REQUESTED, _get_requested(job), strict=True))
     own = {"state": to.value, "why": why.value, "created_ms": now_ms, "due_ms": job.not_before_ms}

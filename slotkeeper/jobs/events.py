@@ -48,6 +48,12 @@ class EventSubject(Protocol):
     def priority(self) -> int: ...
 
 
+class WriteAuditEntry(Protocol):
+    """Writes who asked for a change, in the transaction that makes it."""
+
+    def __call__(self, tx: Transaction, /, **about: str) -> None: ...
+
+
 def make_row(
     job: EventSubject, to: State, at_ms: int, attempt: int, data: dict[str, Any], server: str | None = None
 ) -> dict[str, Any]:
@@ -68,10 +74,12 @@ def has_event(connection: Connection, job_id: str, to: State, at_ms: int, attemp
     )
 
 
-def add_event(transaction: Transaction, subject: str, type_: str, at_ms: int, data: dict[str, Any]) -> None:
+def add_event(
+    transaction: Transaction, subject: str, type_: str, at_ms: int, data: dict[str, Any], tenant: str | None = None
+) -> None:
     """Add an event that is neither a transition nor an entry of the audit log."""
     row = {"job_id": subject, "type": type_, "at_ms": at_ms, "attempt": 0, "data": encode_data(data)}
-    add_row(transaction, row | _NO_SUBJECT)
+    add_row(transaction, row | _NO_SUBJECT | {"tenant": tenant})
 
 
 def add_row(transaction: Transaction, row: dict[str, Any]) -> None:

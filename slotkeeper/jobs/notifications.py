@@ -33,13 +33,18 @@ def add_callback_message(tx: Transaction, row: Row, to: State, now_ms: int) -> N
     """
     if to not in FINAL_STATES or not row.callback_url:
         return
+    add_message(tx, row.id, row.attempt, to, EVENT_TYPES[to], now_ms)
+
+
+def add_message(tx: Transaction, subject: str, attempt: int, to: State, type_: str, now_ms: int) -> None:
+    """Add the message of an end for the `callback_url` of a job or a batch.  subject: its id."""
     tx.insert(
         _MESSAGES,
         {
-            "receiver": row.id,
-            "event": make_end_number(row.attempt, to),
-            "job_id": row.id,
-            "type": EVENT_TYPES[to],
+            "receiver": subject,
+            "event": make_end_number(attempt, to),
+            "job_id": subject,
+            "type": type_,
             "at_ms": now_ms,
             "next_ms": now_ms,
             "owed_ms": now_ms,

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Connection,
     Executable,
     Integer,
+    Select,
     Text,
     Update,
     and_,
@@ -76,7 +77,7 @@ _MOVED_COLUMNS = (
 _STARTED_COLUMNS = (jobs.c.payload, jobs.c.error_code, jobs.c.error_message, jobs.c.terms)
 # A worker may die while its job goes on at the server: these transitions keep what is needed to resume it.
 _KEEPS_REMOTE = frozenset({Reason.LEASE_EXPIRED, Reason.HANDED_BACK})
-_OF_MANY = frozenset({Reason.DUE, Reason.DEADLINE_PASSED, Reason.CANCEL_REQUESTED})
+_OF_MANY = frozenset({Reason.DUE, Reason.DEADLINE_PASSED, Reason.CANCEL_REQUESTED, Reason.HELD})
 _RESUME_COLUMNS = ("remote_id", "sent_ms", "described_by", "sent_to")
 
 
@@ -165,6 +166,8 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
         case State.QUEUED:
             kept: dict[str, Any] = {"sent_ms": func.coalesce(jobs.c.sent_ms, jobs.c.started_ms)}
             return stopped | (forgotten or kept) | error
+        case State.DELAYED if state is State.QUEUED:
+            return {"due_ms": None}
         case State.DELAYED:
             return stopped | forgotten | error | {"due_ms": bindparam("p_due")}
         case _:
@@ -258,9 +261,24 @@ ANY_OVERDUE = {dialect: CompiledStatement(query.limit(1)) for dialect, query in 
 UNFINISHED_OF_BATCH = (
     select(jobs.c.seq, jobs.c.state)
     .where(text("batch IS NOT NULL"), jobs.c.batch == bindparam("p_batch"), jobs.c.seq > bindparam("p_after"))
+    .where(unindexed(jobs.c.tenant) == bindparam("p_tenant"))
     .where(or_(in_state(State.QUEUED), in_state(State.DELAYED), in_state(State.RUNNING)))
     .order_by(jobs.c.batch, jobs.c.seq)
 )
+
+
+def select_of_batch(state: State, after: Any = 0) -> Select[Any]:
+    """Return a query for the acceptance numbers after `after` of the jobs of a batch in a state, in order.
+
+    A range of the index that has all four columns: of equal columns PostgreSQL might read another index.
+    """
+    key = (jobs.c.tenant, jobs.c.batch, jobs.c.state, jobs.c.seq)
+    batch = (bindparam("p_tenant", type_=Text), bindparam("p_batch", type_=Text), literal(state.value))
+    in_range = and_(tuple_(*key) > tuple_(*batch, after), tuple_(*key) < tuple_(*batch, _MAX_SEQ))
+    return select(jobs.c.seq).where(text("batch IS NOT NULL"), in_range).order_by(*key)
+
+
+QUEUED_OF_BATCH = select_of_batch(State.QUEUED).where(jobs.c.slot.is_(None))
 
 JOB_LIST = select(*(column for column in JOB_COLUMNS if column.name not in {"payload", "result", "envelope"}))
 """Jobs without what they carry."""

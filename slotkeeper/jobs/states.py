@@ -1,7 +1,7 @@
 """The life of a job, as data.
 
-    submit ──▶ queued ◀──────────── due ───────────── delayed ◀── submit, with a not-before time
-                │  ▲                                     ▲
+    submit ──▶ queued ◀──────────── due ───────────── delayed ◀── submit, with a not-before time or on hold
+                │  ▲ ╰───────────── held ────────────────▲
           start │  │ busy, unreachable, handed back,     │ server error, retries left
                 ▼  │ lease expired, server lost          │
               running ───────────────────────────────────┘
@@ -9,7 +9,8 @@
                 ├──▶ completed   failed   expired   canceled        (never left: JOB-1)
                 └──▶ dead ── an operator's retry ──▶ queued         (the dead letter queue)
 
-Queued and delayed jobs can also expire or be canceled.  A transition that is not in TRANSITIONS cannot happen.
+Jobs of a batch that is paused, or not complete yet, are on hold: delayed without a time.  Queued and delayed jobs can
+also expire or be canceled.  A transition that is not in TRANSITIONS cannot happen.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Reason(StrEnum):
 
     SUBMITTED = "submitted"
     SCHEDULED = "scheduled"
+    HELD = "held"
     DUE = "due"
     STARTED = "started"
     FINISHED = "finished"
@@ -75,6 +77,7 @@ class Edge:
 TRANSITIONS: dict[tuple[State | None, Reason], Edge] = {
     (None, Reason.SUBMITTED): Edge(State.QUEUED),
     (None, Reason.SCHEDULED): Edge(State.DELAYED),
+    (State.QUEUED, Reason.HELD): Edge(State.DELAYED),
     (State.DELAYED, Reason.DUE): Edge(State.QUEUED),
     (State.QUEUED, Reason.STARTED): Edge(State.RUNNING),
     (State.RUNNING, Reason.FINISHED): Edge(State.COMPLETED),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Connection, Select, select
 
@@ -21,7 +21,8 @@ from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.pages import PAGE, delete_page
 from slotkeeper.db.schema import storable_text
 from slotkeeper.errors import IdempotencyConflict
-from slotkeeper.jobs import acceptance, closed_models, events, notifications, statements
+from slotkeeper.jobs import acceptance, batches, closed_models, events, notifications, statements
+from slotkeeper.jobs.events import WriteAuditEntry
 from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quarantine_slots
 from slotkeeper.jobs.queue_epochs import epoch_of_lease
 from slotkeeper.jobs.rows import Row, job_from_row, job_status_from_row, queued_job_from_row, run_from_row
@@ -90,12 +91,6 @@ class CanceledPage:
     last_seq: int | None
 
 
-class WriteAuditEntry(Protocol):
-    """Writes who asked for a change, in the transaction that makes it."""
-
-    def __call__(self, tx: Transaction, /, **about: str) -> None: ...
-
-
 def _no_entry(_: Transaction, /, **about: str) -> None:
     """Write no audit entry."""
 
@@ -125,9 +120,17 @@ class JobStore:
     def submit_write(self, new: Sequence[NewJob], now_ms: int) -> Write[list[AcceptedJob]]:
         """Return the write of `submit`."""
         prepared = [acceptance.prepare(job, now_ms) for job in new]
+        in_batches = {job.id: (job.tenant, job.batch) for job in new if job.batch is not None}
 
         def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict:
-            return acceptance.accept(tx, prepared, self._keys_until_ms(now_ms), now_ms + self._window_ms)
+            accepted = acceptance.accept(tx, prepared, self._keys_until_ms(now_ms), now_ms + self._window_ms)
+            if isinstance(accepted, IdempotencyConflict):
+                return accepted
+            if in_batches:
+                is_new = {one.id for one in accepted if not one.deduplicated}
+                for tenant, batch in sorted({key for job_id, key in in_batches.items() if job_id in is_new}):
+                    batches.add_named(tx, tenant, batch, now_ms)
+            return accepted
 
         return Write(unit)
 
@@ -268,7 +271,7 @@ class JobStore:
     def cancel_page_of_batch(
         self,
         batch: str,
-        tenant: str | None,
+        tenant: str,
         after_seq: int,
         now_ms: int,
         error: JobError,
@@ -277,16 +280,14 @@ class JobStore:
     ) -> "CanceledPage":
         """Cancel the waiting jobs among the next `limit` unfinished jobs of a batch, and ask for the running ones.
 
-        tenant: only the jobs of this tenant.  after_seq: `last_seq` of the page before; 0: the first page.
+        after_seq: `last_seq` of the page before; 0: the first page.
         quarantine: of the slots of jobs that wait to be resumed, whose servers may still run them.
         """
         query = statements.UNFINISHED_OF_BATCH.limit(limit).with_for_update()
-        if tenant is not None:
-            query = query.where(jobs.c.tenant == tenant)
 
         def unit(tx: Transaction) -> CanceledPage:
             by_state = defaultdict[State, list[int]](list)
-            rows = tx.connection.execute(query, {"p_batch": batch, "p_after": after_seq}).all()
+            rows = tx.connection.execute(query, {"p_batch": batch, "p_tenant": tenant, "p_after": after_seq}).all()
             for row in rows:
                 by_state[State(row.state)].append(row.seq)
             asked_of = {"p_seqs": by_state.pop(State.RUNNING, []), "p_now": now_ms}
@@ -298,6 +299,20 @@ class JobStore:
             ]
             last_seq = rows[-1].seq if len(rows) == limit else None
             return CanceledPage(ended, [queued_job_from_row(row) for row in asked], last_seq)
+
+        return self.database.write(unit)
+
+    def hold_page_of_batch(self, batch: str, tenant: str, now_ms: int, limit: int = PAGE) -> list[QueuedJob]:
+        """Put queued jobs of a batch on hold, the first accepted first, and return them.
+
+        Not those that keep a slot, on whose servers they may still run.
+        """
+        query = statements.QUEUED_OF_BATCH.limit(limit).with_for_update()
+
+        def unit(tx: Transaction) -> list[QueuedJob]:
+            seqs = tx.connection.execute(query, {"p_batch": batch, "p_tenant": tenant}).scalars().all()
+            change = _Change(State.QUEUED, Reason.HELD, now_ms, {"p_seqs": seqs})
+            return [queued_job_from_row(row) for row in self._apply_to_many(tx, change)]
 
         return self.database.write(unit)
 

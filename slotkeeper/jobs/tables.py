@@ -25,6 +25,8 @@ _OWN_PENDING = text("state = 'pending' AND receiver = job_id")
 _OWN_GIVEN_UP = text("state = 'given_up' AND receiver = job_id")
 _IS_ACT = text("actor IS NOT NULL")
 _IN_BATCH = text("batch IS NOT NULL")
+_UNFINISHED = text("state IN ('open', 'closed')")
+_HAS_KEY = text("key IS NOT NULL")
 ID_SUFFIX = "substr(id, 29)"
 """The last 8 characters of a UUID, as its index has them: a query that uses it must have the same text."""
 
@@ -83,7 +85,12 @@ jobs = Table(
     Index("ix_jobs_deadline", "deadline_ms", sqlite_where=_MAY_EXPIRE, postgresql_where=_MAY_EXPIRE),
     Index("ix_jobs_finished", "finished_ms", sqlite_where=_FINISHED, postgresql_where=_FINISHED),
     Index("ix_jobs_batch_seq", "batch", "seq", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
-    Index("ix_jobs_tenant_batch", "tenant", "batch", sqlite_where=_IN_BATCH, postgresql_where=_IN_BATCH),
+    # Counts the jobs of a batch by state, without reading them.
+    Index(
+        *("ix_jobs_tenant_batch", "tenant", "batch", "state", "seq"),
+        sqlite_where=_IN_BATCH,
+        postgresql_where=_IN_BATCH,
+    ),
     Index("ix_jobs_id_end", text(ID_SUFFIX)),
     sqlite_autoincrement=True,
     # Each job is changed three times and then never again.  By its defaults PostgreSQL would vacuum and analyze only
@@ -191,6 +198,49 @@ queue_epochs = Table(
     Column("store", Text, nullable=False, server_default="main"),  # the Redis in which it is
     Column("format", Integer, nullable=False),  # of its keys; see slotkeeper/redis/keys.py
     Column("since_ms", BigInteger, nullable=False),
+)
+
+# Batches; see batches.py.  What came of their jobs is counted in `jobs`.
+batches = Table(
+    "batches",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("id", Text, primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("name", Text),
+    Column("key", Text),  # Idempotency-Key
+    Column("fingerprint", Text),  # hash of the head, compared when the key is used again
+    Column("on_error", Text, nullable=False, server_default="skip"),
+    Column("head", Text, nullable=False, server_default="{}"),  # JSON: what lines inherit
+    Column("callback_url", Text),
+    Column("deadline_ms", BigInteger),
+    Column("lines", Integer, nullable=False, server_default="0"),  # received; the next line has this number
+    Column("refused", Integer, nullable=False, server_default="0"),  # of these
+    Column("paused", Integer, nullable=False, server_default="0"),
+    Column("has_held", Integer, nullable=False, server_default="0"),  # 1: some of its jobs may be on hold
+    Column("created_ms", BigInteger, nullable=False),
+    Column("changed_ms", BigInteger, nullable=False),  # when its last line came
+    Column("closed_ms", BigInteger),
+    Column("cancel_ms", BigInteger),  # when its cancellation was requested
+    Column("ended_ms", BigInteger),
+    Column("ends", Text),  # JSON: number of jobs in each state at its end
+    CheckConstraint(one_of_check("state", ["named", "open", "closed", "ended"]), name="state"),
+    CheckConstraint(one_of_check("on_error", ["skip", "refuse"]), name="on_error"),
+    Index("ix_batches_id", "id"),
+    Index("ix_batches_unfinished", "created_ms", sqlite_where=_UNFINISHED, postgresql_where=_UNFINISHED),
+    Index("uq_batches_key", "tenant", "key", unique=True, sqlite_where=_HAS_KEY, postgresql_where=_HAS_KEY),
+)
+
+# Lines of batches that were refused.
+batch_errors = Table(
+    "batch_errors",
+    metadata,
+    Column("batch", Text, primary_key=True),
+    Column("line", Integer, primary_key=True, autoincrement=False),
+    Column("custom_id", Text),
+    Column("code", Text, nullable=False),
+    Column("field", Text),
+    Column("message", Text, nullable=False),
 )
 
 idempotency_keys = Table(

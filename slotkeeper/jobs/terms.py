@@ -35,6 +35,7 @@ class JobTerms(BaseModel):
     on_failure: OnFailure | None = None
     expected_output: int | None = None
     cancel_when_gone: float | None = None  # seconds for which no client has to wait for it
+    custom_id: str | None = None  # the client's own name of a line of a batch
 
     def encode(self) -> str | None:
         """Return the terms as they are stored; None: there are none."""

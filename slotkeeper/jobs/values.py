@@ -71,6 +71,7 @@ class NewJob(JobSpec):
     not_before_ms: int | None = None
     idempotency_key: str | None = None
     fingerprint: str = ""  # hash of the request, compared when the key is used again
+    is_held: bool = False  # It waits until its batch releases it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Operators' requests: messages that were given up, retry, replay, test, the delivery log."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, case, func, insert, select, tuple_, update
 
@@ -8,9 +9,11 @@ from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs import notifications
+from slotkeeper.jobs.batches import ENDED_TYPE
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.statements import unindexed
-from slotkeeper.jobs.tables import events, jobs, messages
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import batches, events, jobs, messages
 from slotkeeper.outbox.event_reader import get_last_id
 from slotkeeper.outbox.subscriptions import Subscription, get_cursor
 from slotkeeper.outbox.tables import receivers, tries
@@ -24,7 +27,8 @@ from slotkeeper.outbox.webhook_messages import (
     make_row,
     message_from_row,
     message_id,
-    tenant_of_job,
+    tenant_of_message,
+    url_of_message,
 )
 
 MOST_TESTS = 5
@@ -35,17 +39,17 @@ _CALLBACK_KEY = (messages.c.at_ms, messages.c.receiver, messages.c.event)
 
 @dataclass(frozen=True, slots=True)
 class GivenUpCallback:
-    """A message to a job's `callback_url` that was given up."""
+    """A message to the `callback_url` of a job or a batch that was given up.  model: None: of a batch."""
 
     message: Message
-    model: str
+    model: str | None
     tenant: str
     url: str
 
     @property
     def status(self) -> str:
-        """The final state of the job that the message reports."""
-        return notifications.state_of_end(self.message.event).value
+        """The final state of the job that the message reports; of a batch: ended."""
+        return "ended" if self.model is None else notifications.state_of_end(self.message.event).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,10 @@ class Redelivery:
 
         before: the cursor of the page: time (ms), job and event of the last message of the page before.
         """
-        query = select(messages, jobs.c.model, jobs.c.tenant, jobs.c.callback_url)
-        query = query.join(jobs, jobs.c.id == messages.c.job_id).where(IS_GIVEN_UP, OF_JOB, *_of_tenant(tenant))
+        model = select(jobs.c.model).where(jobs.c.id == messages.c.job_id).scalar_subquery()
+        query = select(messages, model, tenant_of_message, url_of_message).where(IS_GIVEN_UP, OF_JOB)
+        if tenant is not None:
+            query = query.where(tenant_of_message == tenant)
         if before is not None:
             query = query.where(tuple_(*_CALLBACK_KEY) < before)
         query = query.order_by(*(column.desc() for column in _CALLBACK_KEY)).limit(limit)
@@ -218,7 +224,7 @@ class Redelivery:
         """
         audit.write_entry(self.database, audit.make_entry("callback.replay", tenant=tenant, since_ms=since_ms))
         which = OF_JOB & (messages.c.at_ms >= since_ms)
-        return self._retry(which if tenant is None else which & (tenant_of_job == tenant), now_ms)
+        return self._retry(which if tenant is None else which & (tenant_of_message == tenant), now_ms)
 
     def retry_callback(self, webhook_id: str, tenant: str | None, now_ms: int) -> bool:
         """Make one message to a `callback_url` pending, also if it was delivered.
@@ -236,13 +242,24 @@ class Redelivery:
         )
         entry = audit.make_entry("callback.replay", webhook=webhook_id)
 
+        of_batch = select(batches.c.ended_ms, batches.c.tenant).where(
+            batches.c.id == job_id, batches.c.callback_url.is_not(None), batches.c.ended_ms.is_not(None)
+        )
+        if tenant is not None:
+            of_batch = of_batch.where(batches.c.tenant == tenant)
+
         def unit(tx: Transaction) -> bool:
-            found = tx.connection.execute(query).first()
-            if found is None:
+            number, type_ = notifications.make_end_number(attempt, state), EVENT_TYPES[state]
+            found: Any = tx.connection.execute(query).first()
+            about = dict[str, str]()
+            if found is not None:
+                about = {"model": found.model}
+            elif (found := tx.connection.execute(of_batch).first()) is not None:
+                number, type_ = notifications.make_end_number(0, State.COMPLETED), ENDED_TYPE
+            else:
                 return False
-            end = (notifications.make_end_number(attempt, state), job_id, EVENT_TYPES[state], found.at_ms)
-            enqueue(tx, job_id, [end], now_ms)
-            entry.write(tx, tenant=found.tenant, model=found.model)
+            enqueue(tx, job_id, [(number, job_id, type_, found[0])], now_ms)
+            entry.write(tx, tenant=found.tenant, **about)
             return True
 
         return self.database.write(unit)

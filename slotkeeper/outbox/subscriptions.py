@@ -20,6 +20,7 @@ from slotkeeper import audit
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import counters, storable_text
 from slotkeeper.errors import Conflict, NotFound
+from slotkeeper.jobs.batches import ENDED_TYPE, Batch
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.notifications import SECRET_OVERLAP_MS
 from slotkeeper.jobs.states import FINAL_STATES
@@ -127,6 +128,11 @@ def claim_horizon_us(now_ms: int) -> int:
 def subscription_of_job(job: Job) -> "Subscription":
     """Return a job's `callback_url` as a subscription: for the ends of this job, signed with its tenant's secret."""
     return Subscription(job.id, job.tenant, job.callback_url or "", END_EVENT_TYPES, "", job.created_ms)
+
+
+def subscription_of_batch(batch: Batch) -> "Subscription":
+    """Return a batch's `callback_url` as a subscription: for its end, signed with its tenant's secret."""
+    return Subscription(batch.id, batch.tenant, batch.callback_url or "", frozenset({ENDED_TYPE}), "", batch.created_ms)
 
 
 def new_id() -> str:

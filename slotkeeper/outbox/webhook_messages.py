@@ -1,9 +1,9 @@
 """Messages that are due: claim one, and note how its delivery went.
 
 A message is one event for one subscription (HOOK-1).  The subscription is a tenant's webhook
-(slotkeeper/outbox/subscriptions.py), or a job's `callback_url`, whose subscription id is the job's id.  Messages of one
-subscription about one job are sent in order: a message can be claimed if none before it is pending.  A delivered
-message is deleted, and only the delivery log shows it; a message that was given up is kept for the operators
+(slotkeeper/outbox/subscriptions.py), or the `callback_url` of a job or a batch, whose id is that of the subscription.
+Messages of one subscription about one job are sent in order: a message can be claimed if none before it is pending.  A
+delivered message is deleted, and only the delivery log shows it; a message that was given up is kept for the operators
 (slotkeeper/outbox/redelivery.py).
 """
 
@@ -32,7 +32,7 @@ from slotkeeper.db.schema import storable_text
 from slotkeeper.jobs import notifications
 from slotkeeper.jobs.events import add_event
 from slotkeeper.jobs.statements import unindexed
-from slotkeeper.jobs.tables import jobs, messages
+from slotkeeper.jobs.tables import batches, jobs, messages
 from slotkeeper.outbox.subscriptions import (
     ENABLED,
     FAILURES_TO_OPEN,
@@ -90,12 +90,21 @@ _UNTRIED_OF_WEBHOOK = CompiledStatement(_DUE.order_by(messages.c.tries > 0, *_OL
 OF_JOB = messages.c.receiver == messages.c.job_id
 """A message for the `callback_url` of its job; the same expression as in the partial indexes of these messages."""
 IS_GIVEN_UP = messages.c.state == "given_up"
-# Scalar subqueries, because SQLite would begin a join with all jobs.
-_url = select(jobs.c.callback_url).where(jobs.c.id == messages.c.job_id).scalar_subquery()
-tenant_of_job = select(jobs.c.tenant).where(jobs.c.id == messages.c.job_id).scalar_subquery()
+# Scalar subqueries, because SQLite would begin a join with all jobs.  A message is of a job, or else of a batch.
+_OF_BATCH = (batches.c.id == messages.c.job_id) & batches.c.callback_url.is_not(None)
+url_of_message = func.coalesce(
+    select(jobs.c.callback_url).where(jobs.c.id == messages.c.job_id).scalar_subquery(),
+    select(batches.c.callback_url).where(_OF_BATCH).limit(1).scalar_subquery(),
+)
+tenant_of_message = func.coalesce(
+    select(jobs.c.tenant).where(jobs.c.id == messages.c.job_id).scalar_subquery(),
+    select(batches.c.tenant).where(_OF_BATCH).limit(1).scalar_subquery(),
+)
 _CALLBACK_KEY = (messages.c.next_ms, messages.c.receiver, messages.c.event)
 _DUE_CALLBACKS = (
-    select(*_CALLBACK_KEY, _url, tenant_of_job).where(_IS_DUE, OF_JOB).limit(bindparam("p_limit", type_=Integer))
+    select(*_CALLBACK_KEY, url_of_message, tenant_of_message)
+    .where(_IS_DUE, OF_JOB)
+    .limit(bindparam("p_limit", type_=Integer))
 )
 _OLDEST_CALLBACKS = _DUE_CALLBACKS.order_by(*_CALLBACK_KEY)
 _FIRST_CALLBACKS = CompiledStatement(_OLDEST_CALLBACKS)  # executed four times a second while messages are pending

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from slotkeeper import json_text, large_json
 from slotkeeper.clock import iso_time
 from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.batches import BatchProgress
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.jobs.values import Job
@@ -55,6 +56,14 @@ def job_end_data(message: Message, job: Job) -> dict[str, Any]:
         data["attempts"] = job.attempts
         data |= _result_and_error(job)
     return data
+
+
+def batch_end_data(progress: BatchProgress) -> dict[str, Any]:
+    """Return the data of the message for a batch's `callback_url`."""
+    batch = progress.batch
+    by_state = {state.value: count for state, count in progress.by_state.items()}
+    about = {"batch": batch.id, "name": batch.name, "status": "ended", "by_state": by_state}
+    return about | {"lines": batch.lines, "refused": batch.refused, "canceled": batch.cancel_ms is not None}
 
 
 def event_data(entry: OutboxEvent, job: Job | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
 from slotkeeper.errors import NotFound
+from slotkeeper.jobs.batches import Batches
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.fan_out import EventFanOut
@@ -24,11 +25,12 @@ from slotkeeper.outbox.subscriptions import (
     REASON_GONE,
     Subscription,
     Subscriptions,
+    subscription_of_batch,
     subscription_of_job,
 )
 from slotkeeper.outbox.webhook_messages import DeliveryResult, DueCallback, Message, MessageKey, MessageQueue
 from tasks import tracing
-from tasks.webhooks.bodies import event_data, job_end_data, message_body, template_of, test_data
+from tasks.webhooks.bodies import batch_end_data, event_data, job_end_data, message_body, template_of, test_data
 from tasks.webhooks.delivery_queue import CanSend, DueMessage, host_of_url
 from tasks.webhooks.sender import SendResult
 
@@ -60,6 +62,7 @@ class MessageDelivery:
             Subscriptions(database),
             MessageQueue(database),
         )
+        self._batches = Batches(database)
         self._fan_out = EventFanOut(database)
         self._claim_ms, self._keep_ms = claim_ms, round(keep_s * 1000)
         self._last_callback: DueCallback | None = None  # cursor of the next page of messages for callback URLs
@@ -159,7 +162,10 @@ class MessageDelivery:
         """Return the subscription of a message; None: it was removed after the claim."""
         if message.of_job:
             job = self._store.get(message.job_id)
-            return None if job is None else subscription_of_job(job)
+            if job is not None:
+                return subscription_of_job(job)
+            batch = self._batches.find(message.job_id, None)
+            return None if batch is None else subscription_of_batch(batch)
         try:
             return self._subscriptions.get(message.receiver)
         except NotFound:
@@ -179,12 +185,19 @@ class MessageDelivery:
         return receiver, message_body(message, event_data(found[0], job), template_of(receiver)), trace
 
     def _content_of_job(self, message: Message) -> Content | None:
-        """Return the content of a message for a job's `callback_url`; None: the job is not in the database."""
+        """Return the content of a message for a `callback_url`; None: its job or batch is not in the database."""
         if (job := self._store.get(message.job_id)) is None:
-            return None
+            return self._content_of_batch(message)
         receiver = subscription_of_job(job)
         trace = tracing.outgoing_traceparent(job.id, job.traceparent, webhook_span_kind(message.id))
         return receiver, message_body(message, job_end_data(message, job), template_of(receiver)), trace
+
+    def _content_of_batch(self, message: Message) -> Content | None:
+        if (batch := self._batches.find(message.job_id, None)) is None:
+            return None
+        receiver = subscription_of_batch(batch)
+        data = batch_end_data(self._batches.read_progress(batch))
+        return receiver, message_body(message, data, template_of(receiver)), None
 
     def _store_result(self, message: Message, receiver: Subscription, result: DeliveryResult) -> None:
         now = now_ms()

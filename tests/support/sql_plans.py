@@ -15,8 +15,9 @@ def plans_of(store: JobStore) -> Iterator[list[str]]:
     plans: list[str] = []
     explain = "EXPLAIN QUERY PLAN " if store.database.engine.dialect.name == "sqlite" else "EXPLAIN "
 
-    def look(_: Any, cursor: Any, statement: str, parameters: Any, *__: Any) -> None:
+    def look(connection: Any, cursor: Any, statement: str, parameters: Any, *__: Any) -> None:
         if statement.lstrip().startswith(("SELECT", "WITH")) and "jobs" in statement:
+            cursor = cursor or connection.connection.cursor()  # compiled_sql passes none
             cursor.execute(explain + statement, parameters)
             plans.append("\n".join(str(row[-1]) for row in cursor.fetchall()) + "\n")
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from app.api import job_views
+from app.api import batch_views
 from routing.queries import job_list
 from slotkeeper import audit
 from slotkeeper.audit import AuditFilter
+from slotkeeper.jobs.batches import Batches
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import JobError, Quarantine, new_job_id
@@ -79,7 +80,7 @@ def test_a_batch_that_takes_longer_than_one_request_is_canceled_by_the_next(
     sent = _submit(api)
     one_job = partialmethod(JobStore.cancel_page_of_batch, limit=1)
     monkeypatch.setattr(JobStore, "cancel_page_of_batch", one_job)
-    monkeypatch.setattr(job_views, "_CANCEL_TIME_S", 0.0)
+    monkeypatch.setattr(batch_views, "_CONTROL_TIME_S", 0.0)
     answers = [api.client.post(f"/queue/batches/{sent['batch']}/cancel") for _ in range(4)]
     assert [(answer.status_code, answer.json.get("remaining")) for answer in answers] == [
         (202, 2),
@@ -146,9 +147,9 @@ def test_two_tenants_that_name_the_same_batch_share_nothing(api: Api, settings: 
     name = new_job_id()
     for who, jobs in ((acme, 2), (other, 3)):
         assert api.client.post(f"/queue/submit-batch?batch={name}", json=[_JOB] * jobs, headers=who).status_code == 202
-    for who, jobs in ((acme, 2), (other, 3), (root, 5)):
-        assert _got(api, f"/queue/batches/{name}", who)["jobs"] == jobs
-        assert [it["jobs"] for it in _listed(api, headers=who)["batches"]] == [jobs]
+    for who, jobs in ((acme, [2]), (other, [3]), (root, [3, 2])):
+        assert [it["jobs"] for it in _listed(api, headers=who)["batches"]] == jobs
+        assert _got(api, f"/queue/batches/{name}", who)["jobs"] == jobs[-1]
     assert api.client.post(f"/queue/batches/{name}/cancel", headers=other).json["canceled"] == 3
     assert _got(api, f"/queue/batches/{name}", acme)["by_state"] == {"queued": 2}
 
@@ -177,19 +178,23 @@ def _batch_of(store: JobStore, jobs: int, tenant: str = "acme") -> str:
 def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: JobStore) -> None:
     name = new_job_id()
     dead = an_ended_job(store, State.DEAD, batch=name)
-    (shown,) = job_list.newest_batches(store.database, None, None, 10)
-    assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.DEAD: 1}, T0)
+    batches = Batches(store.database)
+    (shown,) = map(batches.read_progress, batches.list_newest(None, None, 10))
+    assert (shown.batch.id, shown.by_state, shown.completed_ms) == (name, {State.DEAD: 1}, T0)
     assert retention.delete_dead_job(store.database, dead.id)
-    assert (
-        job_list.newest_batches(store.database, None, None, 10) == job_list.read_batches(store.database, [name]) == []
-    )
+    assert batches.read_progress(shown.batch).is_gone
+    assert batches.delete_old(T0) == 0
+    assert batches.delete_old(T0 + 1) == 1
+    assert batches.list_newest(None, None, 10) == []
 
 
 def test_who_comes_alone_is_in_no_batch(store: JobStore) -> None:
     name = _batch_of(store, 2)
     a_start(store, a_queued_job(store).id)
-    (shown,) = job_list.newest_batches(store.database, None, None, 10)
-    assert (shown.id, shown.by_state, shown.finished_ms) == (name, {State.QUEUED: 2}, None)
+    batches = Batches(store.database)
+    (shown,) = map(batches.read_progress, batches.list_newest(None, None, 10))
+    assert (shown.batch.id, shown.by_state, shown.completed_ms) == (name, {State.QUEUED: 2}, None)
+    assert batches.delete_old(T0 + 1) == 0
 
 
 def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
@@ -200,13 +205,16 @@ def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
     for _ in range(8):
         store.submit([a_job() for _ in range(500)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
+    batches = Batches(store.database)
     with plans_of(store) as plans:
-        job_list.newest_batches(store.database, None, None, 20)
-        job_list.newest_batches(store.database, "acme", name, 20)
-        store.cancel_page_of_batch(name, None, 0, T0, JobError("canceled", "x"), Quarantine("canceled", T0))
+        (shown,) = batches.list_newest("acme", None, 1)
+        batches.read_progress(shown)
+        store.cancel_page_of_batch(name, "acme", 0, T0, JobError("canceled", "x"), Quarantine("canceled", T0))
         job_list.find_jobs(store.database, batch=name, tenant="acme", limit=50)
-    assert len(plans) == 6
+        store.hold_page_of_batch(name, "acme", T0)
+        batches.release_page(shown, 0, T0, 500)
+        batches.end(shown, T0)
     of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"
-    for plan, index in zip(plans, (of_batch, of_batch, of_tenant, of_tenant, of_batch, of_batch), strict=True):
+    for plan, index in zip(plans, (of_tenant, of_batch, of_batch, *[of_tenant] * 6), strict=True):
         assert index in plan, plan
         assert "SCAN jobs\n" not in plan and "Seq Scan on jobs" not in plan, plan

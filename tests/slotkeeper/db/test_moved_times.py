@@ -29,6 +29,7 @@ SECOND, HOUR, YEAR = 1000, 3_600_000, 365 * 24 * 3_600_000
 WINDOW_S = 100
 
 _STAY = """
+    batches.cancel_ms batches.changed_ms batches.closed_ms batches.created_ms batches.deadline_ms batches.ended_ms
     api_keys.created_ms api_keys.last_used_ms api_keys.revoked_ms usage_days.slot_ms
     closed_models.changed_ms descriptions.created_ms events.at_ms idempotency_keys.expires_ms
     jobs.cancel_requested_ms jobs.created_ms jobs.finished_ms models.created_ms messages.at_ms messages.ended_ms

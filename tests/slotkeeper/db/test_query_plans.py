@@ -146,6 +146,7 @@ _WALKS_ON_SQLITE = re.compile(r"^SCAN (?!(?:\d+ )?CONSTANT ROW|given|subquery|an
 # What finds one row, or the few rows of one job.
 _KEYS = re.compile(
     r"pk_\w+|uq_\w+|sqlite_autoindex_\w+|PRIMARY KEY|ix_\w+_job(?:_id)?|ix_tries_receiver|ix_api_keys_tenant|rowid"
+    "|ix_batches_id"
 )
 
 

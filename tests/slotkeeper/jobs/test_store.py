@@ -43,6 +43,7 @@ from tools.cluster.direct_starts import store_remote_id, store_start
 LATER = T0 + 60 * SECOND
 RESULT = '{"url":"https://cdn.example/1.png"}'
 ERROR = JobError("model_error", "out of memory")
+BATCH, TENANT = "01890000-0000-7000-8000-000000000000", "default"
 
 SETTLES = sorted(why for (state, why) in TRANSITIONS if state is State.RUNNING)
 EDGES = [pytest.param(state, why, id=f"{state}-{why}") for (state, why) in TRANSITIONS if state is not None]
@@ -69,6 +70,8 @@ def _acts(store: JobStore, why: Reason, job_id: str, attempt: int) -> dict[str, 
         acts["revive"] = lambda: store.revive(job_id, LATER)
     if why is Reason.DEADLINE_PASSED:
         acts["expire_overdue"] = lambda: store.expire_overdue(LATER)
+    if why is Reason.HELD:
+        acts["hold_page_of_batch"] = lambda: store.hold_page_of_batch(BATCH, TENANT, LATER)
     return acts
 
 
@@ -84,6 +87,7 @@ def _performer(state: State, why: Reason) -> str | None:
         Reason.STARTED: "start_write",
         Reason.DUE: "promote_due",
         Reason.REVIVED: "revive",
+        Reason.HELD: "hold_page_of_batch",
     }[why]
 
 
@@ -99,7 +103,8 @@ def _refused(act: Callable[[], Any]) -> bool:
 
 @pytest.mark.parametrize(("state", "why"), EDGES)
 def test_every_edge_of_the_table_is_made_by_whom_it_names_and_leads_and_costs_as_it_says(database, store, state, why):
-    job = a_job_in(store, state, deadline_ms=LATER if why is Reason.DEADLINE_PASSED else None)
+    batch = BATCH if why is Reason.HELD else None
+    job = a_job_in(store, state, deadline_ms=LATER if why is Reason.DEADLINE_PASSED else None, batch=batch)
     before = row_of(database, job.id)
     assert _acts(store, why, job.id, job.attempt)[_performer(state, why)]()
     after, edge = row_of(database, job.id), TRANSITIONS[(state, why)]

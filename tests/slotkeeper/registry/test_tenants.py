@@ -149,13 +149,14 @@ def test_a_command_changes_limits(home: Tenants) -> None:
         models=["zimg"],
         model_rates={"zimg": RateLimit(rate_per_s=0.5, burst=2)},
         max_waiting=9,
+        most_urgent=4,  # that of a new installation
     )
     assert "max_waiting" in _run("show", "acme").stdout
     assert _run("change", "acme", "--max-waiting", "0", "--all-models").exit_code == 0
     limits = Catalog(home.database).read().limits_of("acme")
     assert (limits.max_waiting, limits.models, limits.rate_per_s) == (None, None, 50)
-    assert _run("change", "--all", "--most-urgent", "4").exit_code == 0
-    assert Catalog(home.database).read().limits_of("other").most_urgent == 4
+    assert _run("change", "--all", "--most-urgent", "3").exit_code == 0
+    assert Catalog(home.database).read().limits_of("other").most_urgent == 3
     for wrong in (("acme",), ("acme", "--all", "--rate", "1"), ("--rate", "1"), ("acme", "--model-rate", "zimg")):
         assert _run("change", *wrong).exit_code == 2, wrong
 

@@ -1,0 +1,121 @@
+"""Close, pause, resume and cancel batches, and end them when their last job has.
+
+A request stores what is wanted and does as much of it as `within_s` allows; maintenance does the rest, also after the
+process of the request has died (`drive_batches`).
+"""
+
+import time
+
+from routing.dispatch.batch_lines import MissingLines
+from routing.dispatch.dispatcher import BatchCancellation, Dispatcher
+from slotkeeper import audit
+from slotkeeper.clock import clock, now_ms
+from slotkeeper.crash_points import crash_at
+from slotkeeper.db.pages import PAGE
+from slotkeeper.errors import Conflict
+from slotkeeper.jobs.batches import Batch, Batches, BatchState, require
+
+_SHARE_S = 0.5  # of one batch, in one pass over all
+
+
+def close(dispatcher: Dispatcher, batches: Batches, batch: Batch, lines: int, within_s: float) -> Batch:
+    """Take no more lines: the client has sent `lines` of them.  Returns the batch as it is afterwards.
+
+    A batch that is closed already stays so.  Raises MissingLines: they have not all been received; Conflict: more have.
+    """
+    if lines > batch.lines:
+        detail = f"Batch {batch.id!r} has {batch.lines} lines; send those from {batch.lines} on first."
+        raise MissingLines(detail, batch=batch.id, next_line=batch.lines)
+    if lines < batch.lines:
+        detail = f"Batch {batch.id!r} has {batch.lines} lines, not {lines}; close it with lines={batch.lines}."
+        raise Conflict(detail, batch=batch.id, next_line=batch.lines)
+    if batch.state is BatchState.OPEN:
+        batches.close(batch, now_ms())
+        crash_at("batch_closed")
+    return _drive_again(dispatcher, batches, batch, within_s)
+
+
+def set_paused(dispatcher: Dispatcher, batches: Batches, batch: Batch, is_paused: bool, within_s: float) -> Batch:
+    """Start no more lines of a batch, or go on.  Returns the batch as it is afterwards.
+
+    What runs goes on.  Raises Conflict: it has ended, or is no batch of lines.
+    """
+    word = "pause" if is_paused else "resume"
+    if batch.state is BatchState.NAMED:
+        detail = f"Batch {batch.id!r} was not made by POST /batches; only such a batch can be paused."
+        raise Conflict(detail, batch=batch.id)
+    if batch.state is BatchState.ENDED:
+        raise Conflict(f"All jobs of batch {batch.id!r} have ended.", batch=batch.id)
+    entry = audit.make_entry(f"batch.{word}", tenant=batch.tenant, batch=batch.id)
+    batches.set_paused(batch, is_paused, entry.write)
+    return _drive_again(dispatcher, batches, batch, within_s)
+
+
+def cancel(dispatcher: Dispatcher, batches: Batches, batch: Batch, within_s: float) -> BatchCancellation:
+    """Cancel the unfinished jobs of a batch, the first accepted first; of a batch of lines also those still to come.
+
+    After `within_s` the rest of a batch of lines is left to maintenance, of another one to the next call.
+    """
+    entry = audit.make_entry("batch.cancel", tenant=batch.tenant, batch=batch.id)
+    if batch.state is BatchState.NAMED:
+        audit.write_entry(batches.database, entry)
+    else:
+        batches.request_cancel(batch, now_ms(), entry.write)
+    done = dispatcher.cancel_jobs_of_batch(batch.id, batch.tenant, within_s)
+    if done.is_complete and batch.state is not BatchState.NAMED:
+        batches.end(batch, now_ms())
+    return done
+
+
+def drive_all(dispatcher: Dispatcher, batches: Batches, open_s: float, within_s: float) -> None:
+    """Go on with what is wanted of each batch, the oldest first, and close those whose clients have gone.
+
+    open_s: an open batch that has received no line for so long is closed.  After `within_s` the others are left to the
+    next call; each may take a share of it, so that none keeps the others waiting.
+    """
+    until = time.monotonic() + within_s
+    for batch in batches.list_unfinished():
+        if batch.state is BatchState.OPEN and batch.changed_ms < clock.ago_ms(round(open_s * 1000), now_ms()):
+            batches.close(batch, now_ms())
+            batch = require(batches.get(batch.tenant, batch.id), batch.id)
+        drive(dispatcher, batches, batch, min(until, time.monotonic() + _SHARE_S))
+        if time.monotonic() >= until:
+            break
+
+
+def drive(dispatcher: Dispatcher, batches: Batches, batch: Batch, until: float) -> None:
+    """Go on with what is wanted of a batch, page by page, until a time (monotonic)."""
+    if batch.state is BatchState.CLOSED and batch.is_refused and batch.cancel_ms is None:
+        batches.request_cancel(batch, now_ms())
+        batch = require(batches.get(batch.tenant, batch.id), batch.id)
+    if batch.cancel_ms is not None:
+        dispatcher.cancel_jobs_of_batch(batch.id, batch.tenant, until - time.monotonic())
+    elif batch.is_paused:
+        _hold(dispatcher, batch, until)
+    elif batch.has_held and not batch.holds_lines:
+        _release(batches, batch, until)
+    if batch.state is BatchState.CLOSED:
+        batches.end(batch, now_ms())
+
+
+def _hold(dispatcher: Dispatcher, batch: Batch, until: float) -> None:
+    while True:
+        held = dispatcher.store.hold_page_of_batch(batch.id, batch.tenant, now_ms())
+        if held:
+            crash_at("lines_held")
+            dispatcher.withdraw(held)
+        if len(held) < PAGE or time.monotonic() >= until:
+            return
+
+
+def _release(batches: Batches, batch: Batch, until: float) -> None:
+    last: int | None = 0
+    while last is not None and (last == 0 or time.monotonic() < until):
+        last = batches.release_page(batch, last, now_ms(), PAGE)
+
+
+def _drive_again(dispatcher: Dispatcher, batches: Batches, batch: Batch, within_s: float) -> Batch:
+    """Go on with a batch that has been changed, and return it as it is afterwards."""
+    changed = require(batches.get(batch.tenant, batch.id), batch.id)
+    drive(dispatcher, batches, changed, time.monotonic() + within_s)
+    return require(batches.get(batch.tenant, batch.id), batch.id)

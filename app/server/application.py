@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from app.server.event_feed import EventFeed
 from app.server.event_stream import EventStream
 from app.server.fair_pool import ClientGone, FairPool, QueueFull, TurnLate
 from app.server.http_protocol import DISCARD_S, EXTENSION, ConnectionLimits, LimitedHttpProtocol
+from app.server.line_stream import LineCutter, is_line_stream, take_lines
 from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
 from slotkeeper.db import Database
@@ -149,6 +150,9 @@ class WebApplication:
         request.key_s = time.monotonic() - began
         if request.owner.kind in (OwnerKind.OPERATOR, OwnerKind.TENANT):
             self.limits.mark_active(request.connection, trusted=True)
+        if is_line_stream(request.environ) and request.owner.kind is not OwnerKind.ANONYMOUS:
+            await self._respond(request, await self._take_lines(request))
+            return
         await self._receive(request)
         request.environ[CAN_DEFER] = request.environ["REQUEST_METHOD"] == "GET"
         if request.path == "/health/live":
@@ -162,6 +166,38 @@ class WebApplication:
         else:
             await self._respond(request, response)
 
+    # -- lines of a batch --------------------------------------------------------------------------------------------
+
+    async def _take_lines(self, request: HttpRequest) -> Response:
+        """Accept the lines in the body.  Raises Refusal, ClientGone."""
+        head = dict(request.environ)
+        head.pop("HTTP_TRANSFER_ENCODING", None)
+
+        async def call(path: str, query: str, content_type: str, body: bytes) -> Response:
+            given = {"PATH_INFO": path, "QUERY_STRING": query, "CONTENT_TYPE": content_type}
+            request.environ = {**head, **given, "CONTENT_LENGTH": str(len(body))}
+            request.body += body
+            request.key_s = 0.0
+            return await self._call_in_thread(self._pool_for(request), request)
+
+        request.close = not request.is_complete
+        chunks = self._iter_chunks(request)
+        async with aclosing(chunks):
+            return await take_lines(call, head["QUERY_STRING"], chunks, lambda: not request.connection.has_disconnected)
+
+    async def _iter_chunks(self, request: HttpRequest) -> AsyncGenerator[list[bytes]]:
+        """Yield the lines of the body, some at a time.  Raises Refusal, ClientGone."""
+        cutter, clock = LineCutter(self.settings.max_body_bytes), asyncio.get_running_loop()
+        while not request.is_complete:
+            message = await self._receive_part(request, clock.time() + self.settings.body_timeout_s)
+            request.is_complete = not message["more_body"]
+            for lines in cutter.feed(message["body"]):
+                yield lines
+            self.limits.release_bytes(request.connection)
+            self._reserve_bytes(request, cutter.held_bytes)
+        for lines in cutter.end():
+            yield lines
+
     # -- receive, call Flask, respond ------------------------------------------------------------------------------
 
     async def _receive(self, request: HttpRequest) -> None:
@@ -174,19 +210,8 @@ class WebApplication:
         )
         while request.has_body and not request.is_complete:
             earned_s = len(request.body) / settings.body_min_rate
-            try:
-                async with asyncio.timeout_at(began + settings.body_timeout_s + earned_s):
-                    message = await request.receive()
-            except TimeoutError:
-                raise Refusal(
-                    408, "request_too_slow", "The request did not arrive in time; nothing was done."
-                ) from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            size, is_local = len(message["body"]), owner.kind is OwnerKind.LOCAL
-            if not self.limits.reserve_bytes(request.connection, owner.account, size, unlimited=is_local):
-                detail = "Your open requests hold too many bytes; wait until some of them have ended."
-                raise Refusal(429, "too_many_bytes", detail, 1)
+            message = await self._receive_part(request, began + settings.body_timeout_s + earned_s)
+            self._reserve_bytes(request, len(message["body"]))
             request.body += message["body"]
             request.is_complete, request.has_body = not message["more_body"], len(request.body) <= limit
         if request.has_body:
@@ -195,6 +220,26 @@ class WebApplication:
             request.environ["CONTENT_LENGTH"] = str(max(request.length, limit + 1))
             request.environ.pop("HTTP_TRANSFER_ENCODING", None)
             request.body.clear()
+
+    async def _receive_part(self, request: HttpRequest, until: float) -> Any:
+        """Return the next part of the body.  Raises Refusal if it does not come until a time; ClientGone."""
+        try:
+            async with asyncio.timeout_at(until):
+                message = await request.receive()
+        except TimeoutError:
+            detail = "The request did not arrive in time; nothing was done."
+            raise Refusal(408, "request_too_slow", detail) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    def _reserve_bytes(self, request: HttpRequest, size: int) -> None:
+        """Reserve memory for a part of the body.  Raises Refusal."""
+        owner = request.owner
+        is_local = owner.kind is OwnerKind.LOCAL
+        if not self.limits.reserve_bytes(request.connection, owner.account, size, unlimited=is_local):
+            detail = "Your open requests hold too many bytes; wait until some of them have ended."
+            raise Refusal(429, "too_many_bytes", detail, 1)
 
     def _body_limit(self, request: HttpRequest) -> int:
         """Return the size in bytes of the largest body that this address accepts."""

@@ -6,9 +6,8 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
@@ -17,10 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from sqlalchemy import insert
 
 from app.auth.api_keys import KeyCache, Owner, OwnerKind
-from app.config import AppSettings
 from app.server import event_stream as streaming
-from app.server.application import WebApplication
-from app.watched import renew_watched
 from routing.maintenance.watched import cancel_unwatched
 from routing.progress import EntryId, ProgressFollower
 from routing.scripts import make_scripts
@@ -34,61 +30,21 @@ from slotkeeper.outbox import retention
 from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
-from slotkeeper.registry.api_keys import ApiKeys, hash_key
+from slotkeeper.registry.api_keys import ApiKeys
 from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
 from tests.support.builders import T0, a_queued_job, a_running_job, an_ended_job, eventually
 from tests.support.clock import set_clock
 from tests.support.ends import store_end
-from tests.support.web import Web, serving
+from tests.support.served import KeySessions, Served, serve
 
 KEYS = {"REQUIRE_KEYS": "true"}
 
 
-@dataclass
-class Served:
-    """The API behind a separate server."""
-
-    api: Api
-    web: Web
-
-    @property
-    def application(self) -> WebApplication:
-        return self.web.application
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.web.address
-
-    @property
-    def store(self) -> JobStore:
-        return self.api.dispatcher.store
-
-    def ask(self, path: str, headers: dict[str, str] | None = None, version: str = "1.1") -> socket.socket:
-        """Send a GET request and return the connection."""
-        connection = socket.create_connection(self.address, 20)
-        header_lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        connection.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n{header_lines}\r\n".encode())
-        return connection
-
-
-@contextmanager
-def _serve(api: Api) -> Iterator[Served]:
-    settings = AppSettings()
-    key_cache = KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0) if settings.require_keys else None
-    follower = ProgressFollower(services.scripts())
-    keep_watched = partial(renew_watched, api.dispatcher)
-    application = WebApplication(
-        api.client.application, settings, key_cache, 3000, api.database, follower, keep_watched
-    )
-    with serving(application) as web:
-        yield Served(api, web)
-
-
 @pytest.fixture
 def served(api: Api) -> Iterator[Served]:
-    with _serve(api) as served:
+    with serve(api) as served:
         yield served
 
 
@@ -392,7 +348,7 @@ def test_a_client_that_reconnects_gets_every_event_on_postgresql(
     monkeypatch.setattr(streaming, "_PAGE_SIZE", 7)
     database = Database(postgres_url)
     api.dispatcher.store.database = database
-    with _serve(api) as served:
+    with serve(api) as served:
         _check_after_many_disconnects(served, database)
     database.close()
 
@@ -403,7 +359,7 @@ def test_events_committed_out_of_order_are_sent_in_order(api: Api, postgres_url:
     database = Database(postgres_url)
     api.dispatcher.store.database = database
     first = a_queued_job(JobStore(database)).id
-    with _serve(api) as served, database.engine.connect() as late_transaction:
+    with serve(api) as served, database.engine.connect() as late_transaction:
         first_reader = Reader(served.ask("/stream")).until_open()  # The feed reads from now on.
         late_transaction.begin()
         row = {"job_id": first, "type": "job.started", "at_ms": T0, "attempt": 1, "data": "{}"}
@@ -689,21 +645,11 @@ def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
     assert [kept.next().type for _ in range(3)] == ["job.enqueued", "job.started", "job.completed"]
 
 
-class _Sessions:
-    """Sessions for tests: the cookie is the key."""
-
-    def __call__(self, header: str) -> str:
-        return hash_key(header)
-
-    def read(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("settings", [KEYS | {"CATALOG_REFRESH_S": "0"}])
 def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
     key_cache, operator = (
-        KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0),
+        KeyCache(ApiKeys(api.database), cast(Any, KeySessions()), 0.0),
         Owner("acme", OwnerKind.OPERATOR),
     )
     asyncio.run(key_cache.refresh_in_thread())
@@ -711,7 +657,7 @@ def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, setting
     assert key_cache.is_still_valid(operator, {"HTTP_COOKIE": key.removeprefix("Bearer ")}), "a session of the page"
     assert not key_cache.is_still_valid(operator, {"HTTP_COOKIE": "over"})
     other_key = api.tenant("beta")["Authorization"]
-    key_cache = KeyCache(ApiKeys(api.database), cast(Any, _Sessions()), 0.0)
+    key_cache = KeyCache(ApiKeys(api.database), cast(Any, KeySessions()), 0.0)
     asyncio.run(key_cache.refresh_in_thread())
     assert key_cache.is_still_valid(Owner("beta", OwnerKind.TENANT), {"HTTP_AUTHORIZATION": other_key})
     assert not key_cache.is_still_valid(operator, {"HTTP_AUTHORIZATION": other_key}), (

@@ -41,6 +41,11 @@ def escape_line(text: str) -> str:
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def echo_json_text(text: bytes) -> None:
+    """Print JSON as it is; on a terminal, without characters that control it."""
+    click.echo(safe_json(json.loads(text)) if sys.stdout.isatty() else text)
+
+
 def _is_plain(ch: str) -> bool:
     return ch.isprintable() or unicodedata.category(ch) == "Zs"
 

@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NotRequired, TypedDict, cast
 from urllib.parse import quote
@@ -21,6 +21,8 @@ __all__ = [
     "PATIENCE_S",
     "ApiError",
     "ApiUnreachable",
+    "Batch",
+    "BatchResult",
     "Client",
     "ClientError",
     "Job",
@@ -32,6 +34,8 @@ __all__ = [
 _TIMEOUT_S = 30.0
 _LONGEST_WAIT_S = 20.0
 _NOTIFY_EVERY_S = 2
+_NDJSON = "application/x-ndjson"
+_CHUNK_LINES, _CHUNK_BYTES = 500, 1 << 20
 _PAUSE_S = 0.25  # before asking again what was answered sooner than asked for
 _AGAIN = (429, 503)
 _OF_PROXIES = (502, 504)  # Without a code of the API: a proxy says so while the API starts again.
@@ -65,6 +69,33 @@ class Job(TypedDict):
     created_at: NotRequired[str]
     started_at: NotRequired[str | None]
     completed_at: NotRequired[str | None]
+
+
+class Batch(TypedDict):
+    """A batch, as `GET /batches/{id}` shows it.  The API may add other fields."""
+
+    batch: str
+    status: str
+    next_line: int | None
+    refused: int
+    jobs: int
+    ended: int
+    by_state: dict[str, int]
+    name: NotRequired[str | None]
+    paused: NotRequired[bool]
+    deadline: NotRequired[str | None]
+    completed_at: NotRequired[str | None]
+
+
+class BatchResult(TypedDict):
+    """What came of a line.  status: of its job; `refused`: it could not be accepted; `removed`: its job was removed."""
+
+    line: int
+    status: str
+    job_id: str | None
+    custom_id: NotRequired[str | None]
+    result: NotRequired[Any]
+    error: NotRequired[dict[str, Any]]
 
 
 class Client:
@@ -120,6 +151,101 @@ class Client:
         """
         return self._job(self.retry(partial(self.post, f"{_path_of(job_id)}/cancel"), patience_s))
 
+    def submit_batch(
+        self,
+        lines: Iterable[Mapping[str, Any] | bytes],
+        *,
+        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+        on_chunk: Callable[[Batch], object] = lambda batch: None,
+        on_pause: Callable[[ClientError], object] = lambda error: None,
+        **head: Any,
+    ) -> Batch:
+        """Submit lines, each a job, as one batch, and return it; all lines were received then, and it takes no more.
+
+        lines: with the fields of `POST /queue/submit` and `custom_id`; JSON as bytes is sent as it is.
+        head: the fields of `POST /batches`, such as model, name, on_error, window, callback_url.
+        idempotency_key: the same key and head is the same batch, whose lines go on where they stopped; a random one if
+        left out.  While the API is away, busy or limits the rate, requests are repeated for at most `patience_s` each,
+        and `on_pause` is called with the error before each pause.  on_chunk: called with the batch before the first
+        line, and after each chunk.
+
+        A line that the API cannot accept does not raise: `refused` counts them, and `iter_batch_errors` says why.
+        """
+        sent = {"Idempotency-Key": idempotency_key or secrets.token_hex(16), **(headers or {})}
+        batch = self._batch(self.retry(partial(self.post, "/batches", head, sent), patience_s, on_pause))
+        on_chunk(batch)
+        path, received, known = f"/batches/{batch['batch']}", 0, batch["next_line"] or 0
+        for chunk in _cut(lines):
+            while received + len(chunk) > known:
+                part = chunk[max(known - received, 0) :]
+                address, body = f"{path}/lines?from={received + len(chunk) - len(part)}", b"\n".join(part)
+                send = partial(self.post, address, body, {"Content-Type": _NDJSON, **(headers or {})})
+                known = self.retry(send, patience_s, on_pause)["next_line"]
+                on_chunk(cast(Batch, {**batch, "next_line": known}))
+            received += len(chunk)
+        close = partial(self.post, f"{path}/close", {"lines": received})
+        return self._batch(self.retry(close, patience_s, on_pause))
+
+    def get_batch(self, batch_id: str, patience_s: float = PATIENCE_S) -> Batch:
+        """Return the progress of a batch."""
+        return self._batch(self.retry(partial(self.get, f"/batches/{quote(batch_id, safe='')}"), patience_s))
+
+    def wait_for_batch(
+        self,
+        batch_id: str,
+        timeout_s: float | None = None,
+        notify: Callable[[Batch], object] = lambda batch: None,
+        patience_s: float = PATIENCE_S,
+    ) -> Batch:
+        """Return a batch once all its jobs have ended, or as it is after `timeout_s`.
+
+        `notify` is called with the batch every two seconds.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            batch = self.get_batch(batch_id, patience_s)
+            if batch["status"] == "ended" or (until is not None and time.monotonic() > until):
+                return batch
+            notify(batch)
+            time.sleep(_NOTIFY_EVERY_S)
+
+    def iter_results(self, batch_id: str, first: int = 0, *, ended: bool = False) -> Iterator[BatchResult]:
+        """Yield the results of a batch in the order of its lines, from line `first` on.
+
+        ended: leave out lines whose jobs have not ended.
+        """
+        for line in self.iter_result_lines(batch_id, first, ended=ended):
+            yield json.loads(line)
+
+    def iter_result_lines(self, batch_id: str, first: int = 0, *, ended: bool = False) -> Iterator[bytes]:
+        """Yield the same as JSON texts."""
+        path = f"/batches/{quote(batch_id, safe='')}/results"
+        following: str | None = str(first)
+        while following is not None:
+            send = partial(self._send, "GET", path, params={"from": following, **({"ended": "true"} if ended else {})})
+            answer = self.retry(lambda send=send: _require_ok(send(), self.url))  # type: ignore[misc]
+            yield from answer.content.splitlines()
+            following = answer.headers.get("Next-Line")
+
+    def iter_batch_errors(self, batch_id: str, first: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield why lines of a batch were refused: line, custom_id, code, field, message."""
+        path, following = f"/batches/{quote(batch_id, safe='')}/errors", first
+        while following is not None:
+            page = self.get(path, **{"from": following, "limit": 1000})
+            yield from page["errors"]
+            following = page["next_line"]
+
+    def cancel_batch(self, batch_id: str, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Cancel all jobs of a batch that have not ended, and return how many were `canceled` and are `canceling`."""
+        path = f"/batches/{quote(batch_id, safe='')}/cancel"
+        total = {"canceled": 0, "canceling": 0, "remaining": 1}
+        while total["remaining"]:
+            done = self.retry(partial(self.post, path), patience_s)
+            total = {name: done[name] + (total[name] if name != "remaining" else 0) for name in total}
+        return {"batch": batch_id, **total}
+
     def get(self, path: str, **params: Any) -> Any:
         return self.request("GET", path, params={name: value for name, value in params.items() if value is not None})
 
@@ -137,12 +263,25 @@ class Client:
         timeout_s: float = _TIMEOUT_S,
     ) -> Any:
         """Send a request and return the JSON of its response; None if that is empty."""
+        return _read(self._send(method, path, body=body, params=params, headers=headers, timeout_s=timeout_s), self.url)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> requests.Response:
+        """Send a request and return its response."""
         sent = dict(headers or {})
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         if data is not None:
             sent.setdefault("Content-Type", "application/json")
         try:
-            answer = self._session.request(
+            return self._session.request(
                 method,
                 self.url + path,
                 data=data,
@@ -166,7 +305,6 @@ class Client:
             raise ApiUnreachable(f"The answer of {self.url} broke off: try again.") from error
         except (OSError, ValueError) as error:  # RequestException, and a file of `ca` that cannot be read.
             raise ClientError(f"{self.url} cannot be asked: {error}") from error
-        return _read(answer, self.url)
 
     def retry(
         self,
@@ -234,6 +372,11 @@ class Client:
             raise ClientError(_NOT_SLOTKEEPER.format(url=self.url))
         return cast(Job, answer)
 
+    def _batch(self, answer: Any) -> Batch:
+        if not (isinstance(answer, dict) and "batch" in answer and "next_line" in answer):
+            raise ClientError(_NOT_SLOTKEEPER.format(url=self.url))
+        return cast(Batch, answer)
+
     def iter_pages(self, path: str, items: str, limit: int, **params: Any) -> Iterator[dict[str, Any]]:
         """Yield at most `limit` entries of a paged list.  `items`: the name of the list in each page, as "jobs"."""
         cursor = None
@@ -256,6 +399,21 @@ def _explain_tls(url: str, error: Exception) -> str:
         f"The certificate of {url} is not trusted ({reason}): name the file with its authority's certificate in "
         "SLOTKEEPER_CA (in Python: Client(url, ca=...)), or correct the address."
     )
+
+
+def _cut(lines: Iterable[Mapping[str, Any] | bytes]) -> Iterator[list[bytes]]:
+    """Yield lines as JSON texts, as many as one request takes.  Empty ones are left out."""
+    chunk, size = list[bytes](), 0
+    for line in lines:
+        text = line.strip() if isinstance(line, bytes) else json.dumps(line).encode()
+        if text:
+            chunk.append(text)
+            size += len(text)
+        if len(chunk) == _CHUNK_LINES or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _path_of(job_id: str) -> str:
@@ -288,6 +446,13 @@ def _read(answer: requests.Response, url: str) -> Any:
         return body
     problem = body if isinstance(body, dict) else {"title": answer.reason}
     return _refuse(answer, problem)
+
+
+def _require_ok(answer: requests.Response, url: str) -> requests.Response:
+    """Return a response that is no error.  Raises as `_read`."""
+    if not answer.ok or answer.is_redirect:
+        _read(answer, url)
+    return answer
 
 
 def _refuse(answer: requests.Response, problem: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 import click
 
 from app.cli import (
+    batch_commands,
     job_commands,
     key_commands,
     local_commands,
@@ -21,6 +22,7 @@ _GROUPS = (
     local_commands,
     submit_commands,
     job_commands,
+    batch_commands,
     server_commands,
     model_commands,
     operation_commands,

@@ -118,15 +118,30 @@ class RequestCommand(click.Command):
 
     _has_request_options = False
 
+    def takes(self, name: str) -> bool:
+        """Return whether the command has an option for this field."""
+        return True
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         if not self._has_request_options:
             from routing.admission.job_request import REQUEST_FIELDS
 
             arguments = [param for param in self.params if isinstance(param, click.Argument)]
             own = [param for param in self.params if not isinstance(param, click.Argument)]
-            request_options = [_option(name, given) for name, given in REQUEST_FIELDS.items() if given.option]
+            request_options = [
+                _option(name, given) for name, given in REQUEST_FIELDS.items() if given.option and self.takes(name)
+            ]
             self.params, self._has_request_options = [*arguments, *request_options, *own], True
         return super().get_params(ctx)
+
+
+class BatchCommand(RequestCommand):
+    """The same with the fields that the lines of a batch inherit."""
+
+    def takes(self, name: str) -> bool:
+        from routing.dispatch.batch_lines import INHERITED
+
+        return name in INHERITED
 
 
 def _option(name: str, given: "Given") -> click.Option:

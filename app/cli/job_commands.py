@@ -1,4 +1,4 @@
-"""Commands for jobs, batches and dead jobs."""
+"""Commands for jobs and dead jobs."""
 
 import itertools
 import sys
@@ -26,73 +26,8 @@ from app.cli.output import (
 from app.cli.submit_commands import Job, format_basis, start_of, wait_for_jobs
 from app.terminal import console, echo, escape_line
 
-_MAX_BATCHES = 50
 _STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
 _HIDDEN_FIELDS = ("links", "deduplicated", "result", "payload", "error", "last_error", "cancel_requested")
-
-
-@click.group()
-def batches() -> None:
-    """Show and cancel batches: jobs submitted together."""
-
-
-@batches.command("list")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, _MAX_BATCHES))
-@json_option
-def list_batches(limit: int, as_json: bool) -> None:
-    """List batches, the newest first."""
-    listed = api_client().get("/queue/batches", limit=limit)["batches"]
-    if as_json:
-        print_json(listed)
-        return
-    rows = [
-        (
-            batch["batch"],
-            batch["tenant"],
-            f"{batch['ended']} of {batch['jobs']}",
-            _format_counts(batch),
-            age(batch["created_at"]),
-        )
-        for batch in listed
-    ]
-    print_table(("batch", "tenant", "ended", "jobs", "age"), rows, "There are no batches.")
-
-
-@batches.command("show")
-@click.argument("batch")
-@json_option
-def show_batch(batch: str, as_json: bool) -> None:
-    """Show the progress of a batch.
-
-    `slotkeeper jobs --batch BATCH` lists its jobs.
-    """
-    progress = api_client().get(f"/queue/batches/{path_segment(batch)}")
-    if as_json:
-        print_json(progress)
-    else:
-        print_fields(progress | {"by_state": _format_counts(progress)})
-
-
-@batches.command("cancel")
-@click.argument("batch")
-@json_option
-def cancel_batch(batch: str, as_json: bool) -> None:
-    """Cancel all jobs of a batch that have not ended."""
-    total: dict[str, Any] = {"batch": batch, "canceled": 0, "canceling": 0, "remaining": 1}
-    while total["remaining"]:
-        response = api_client().post(f"/queue/batches/{path_segment(batch)}/cancel")
-        summed = {name: total[name] + response[name] for name in ("canceled", "canceling")}
-        total = response | summed
-        if response["remaining"]:
-            echo(f"{total['canceled']} canceled, {response['remaining']} left …", err=True)
-    if as_json:
-        print_json(total)
-    else:
-        echo(f"{total['canceled']} canceled, {total['canceling']} asked to stop.")
-
-
-def _format_counts(batch: dict[str, Any]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in batch["by_state"].items())
 
 
 @click.group()
@@ -339,4 +274,4 @@ def _format_error(error: dict[str, Any] | None) -> str | None:
     return f"{error['code']}: {error['message']}" if error else None
 
 
-COMMANDS = (list_jobs, show_job, explain, cancel, attempts, batches, dlq)
+COMMANDS = (list_jobs, show_job, explain, cancel, attempts, dlq)

@@ -1,17 +1,10 @@
-"""Commands that submit jobs, from arguments or a file, and wait for their ends."""
+"""Commands that submit jobs and wait for their ends."""
 
-import json
-import re
 import secrets
-import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,16 +21,12 @@ from app.cli.output import (
 )
 from app.terminal import INTERRUPTED, console, echo, escape_line
 from slotkeeper import trace_context
-from slotkeeper.client_errors import ApiError, ClientError
+from slotkeeper.client_errors import ClientError
 
 if TYPE_CHECKING:
     from slotkeeper.client import Client
 
 Job = dict[str, Any]
-
-_BATCH_JOBS = 200
-_BATCH_BYTES = 4 << 20
-_BATCH_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")  # a UUIDv7
 
 
 @click.command(cls=RequestCommand)
@@ -93,14 +82,14 @@ def _submit(body: Job, count: int) -> list[Job]:
     def submit_one(n: int) -> Job:
         key, patience_s = f"{run}-{n}", 0 if count == 1 else PATIENCE_S  # A single submit fails at once.
         submitted = api.submit(
-            **body, idempotency_key=key, headers=_trace_header(), patience_s=patience_s, on_pause=_print_resend
+            **body, idempotency_key=key, headers=trace_header(), patience_s=patience_s, on_pause=_print_resend
         )
         return dict(submitted)
 
     return [submit_one(n) for n in _with_progress(range(count), count, "submitted")]
 
 
-def _trace_header() -> dict[str, str]:
+def trace_header() -> dict[str, str]:
     """Return the header with the trace that called this command, or {}."""
     traceparent = trace_context.parse_traceparent(trace_context.get_process_traceparent())
     return {} if traceparent is None else {"traceparent": traceparent}
@@ -195,146 +184,4 @@ def format_basis(explanation: Mapping[str, Any]) -> str:
     return f": {basis['jobs_before']} before it, {basis['mean_run_s']:g} s a run, {basis['slots']} slots"
 
 
-@click.command("submit-file")
-@click.argument("file", type=click.File("rb"))
-@click.option("--run", metavar="NAME", help="Continue this run; a line is accepted only once.  [default: a new run]")
-@json_option
-def submit_file(file: IO[bytes], run: str | None, as_json: bool) -> None:
-    """Submit the jobs in FILE, one JSON object in each line.
-
-    A line has the fields of POST /queue/submit.  The jobs are one batch, in the order of the file.  The command prints
-    the name of the run before it sends the first line, and how to continue the run if it is interrupted; within a day
-    no line is submitted twice.  It prints the numbers of refused lines and submits the others; correct or remove them
-    before you continue the run.  If the API does not answer, the command tries again for five minutes and then ends
-    with exit status 3.
-    """
-    from uuid_utils import uuid7
-
-    run_state = _Run(run or str(uuid7()))
-    command = f"slotkeeper submit-file {shlex.quote(_name_of(file))} --run {shlex.quote(run_state.name)}"
-    echo(f"Run {escape_line(run_state.name)}.  If it is interrupted, continue with: {command}", err=True)
-    api = api_client()
-    try:
-        for numbers, lines in _batches(file, run_state.name):
-            _submit_batch(api, run_state, numbers, lines)
-    except ClientError as error:
-        error.message = f"{error.message}\n{_format_interruption(run_state, command)}"
-        raise
-    except KeyboardInterrupt:
-        echo(_format_interruption(run_state, command), err=True)
-        sys.exit(INTERRUPTED)
-    if as_json:
-        print_json(
-            {name: getattr(run_state, name) for name in ("accepted", "known", "refused", "batch")}
-            | {"run": run_state.name}
-        )
-    else:
-        echo(f"Accepted: {run_state.accepted} jobs{_format_known(run_state)}.  Refused: {run_state.refused} lines.")
-        if run_state.batch is not None:
-            echo(f"See their progress with: slotkeeper batches show {run_state.batch}", err=True)
-    if run_state.refused:
-        echo(f"Correct the refused lines in the file, and submit them with: {command}", err=True)
-        sys.exit(1)
-
-
-@dataclass
-class _Run:
-    """The progress of a run.  `accepted`, `known`, `refused`: numbers of lines: new, accepted before, and refused."""
-
-    name: str
-    accepted: int = 0
-    known: int = 0
-    refused: int = 0
-    batch: str | None = None
-
-    def __post_init__(self) -> None:
-        self.batch = self.name if _BATCH_ID.fullmatch(self.name) else None
-
-
-def _format_known(run: _Run) -> str:
-    return f", and {run.known} had been accepted before" if run.known else ""
-
-
-def _format_interruption(run: _Run, command: str) -> str:
-    return f"{run.accepted} jobs were accepted{_format_known(run)}; submit the rest with: {command}"
-
-
-def _batches(file: IO[bytes], run: str) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Yield (line numbers, lines), as many as fit into one request, and show a progress bar."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("0 lines", total=_size(file))
-        numbers: list[int] = []
-        lines: list[bytes] = []
-        occurrences = Counter[str]()
-        for number, line in enumerate(file, 1):
-            progress.update(task, advance=len(line), description=f"{number} lines")
-            if not line.strip():
-                continue
-            numbers.append(number)
-            # The key depends on the content, because lines may be removed or corrected before the run continues.
-            content = sha256(line.strip()).hexdigest()[:32]
-            occurrences[content] += 1
-            lines.append(_add_key(line, f"{run}-{content}-{occurrences[content]}"))
-            if len(lines) >= _BATCH_JOBS or sum(map(len, lines)) >= _BATCH_BYTES:
-                yield numbers, lines
-                numbers, lines = [], []
-        if lines:
-            yield numbers, lines
-
-
-def _name_of(file: IO[bytes]) -> str:
-    """Return the path of the file; "-" for standard input."""
-    name = getattr(file, "name", "<stdin>")
-    return "-" if name == "<stdin>" else str(name)
-
-
-def _size(file: IO[bytes]) -> int | None:
-    """Return the size of the file in bytes; None for a pipe or a terminal."""
-    import os
-
-    try:
-        return os.fstat(file.fileno()).st_size or None
-    except OSError:
-        return None
-
-
-def _add_key(line: bytes, key: str) -> bytes:
-    """Return the line with an idempotency key, if it is an object without one.  The API reports an invalid line."""
-    text = line.strip()
-    try:
-        job = json.loads(text)
-    except ValueError:
-        return text
-    if not isinstance(job, dict) or "idempotency_key" in job:
-        return text
-    return b'{"idempotency_key":%s%s%s' % (json.dumps(key).encode(), b"," if job else b"", text[1:].lstrip())
-
-
-def _submit_batch(api: "Client", run: _Run, numbers: list[int], lines: list[bytes]) -> None:
-    """Submit lines to the batch of the run, and count them in `run`.  Remove lines that the API refuses.
-
-    Raises ClientError: no line was accepted, or it is unknown whether the lines were accepted.
-    """
-    headers = {"Content-Type": "application/x-ndjson", **_trace_header()}
-    while lines:
-        path = "/queue/submit-batch" + (f"?batch={run.batch}" if run.batch else "")
-        try:
-            answer = api.retry(partial(api.post, path, b"\n".join(lines), headers), on_pause=_print_resend)
-        except ApiError as error:
-            index = error.problem.get("index")
-            if not isinstance(index, int) or not 0 <= index < len(lines):
-                raise
-            echo(f"Line {numbers[index]}: {error.message}", err=True)
-            del numbers[index], lines[index]
-            run.refused += 1
-            continue
-        run.accepted += answer["accepted"]
-        run.known += len(lines) - answer["accepted"]
-        run.batch = run.batch or answer["batch"]
-        return
-
-
-COMMANDS = (submit, submit_file)
+COMMANDS = (submit,)

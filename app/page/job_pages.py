@@ -8,6 +8,7 @@ from flask import Response, redirect, request
 
 from app.api import batch_views
 from app.api import job_views as jobs_api
+from app.auth.access import current_identity
 from app.context import dispatcher
 from app.page.layout import form
 from app.page.login import PageError, page_view
@@ -15,7 +16,7 @@ from app.page.rendering import json_preview, render_page, segment
 from app.payloads import is_own, read_payload
 from app.request_deadline import answered_in_time
 from app.result_files import File, files_in, may_hold_files, shortened
-from app.schemas.batch_schemas import BatchPath, BatchQuery
+from app.schemas.batch_schemas import BatchPath, BatchQuery, ErrorsQuery
 from app.schemas.job_schemas import DlqQuery, JobPath, ListQuery, RetryAllQuery, WaitQuery
 from routing.queries import job_timeline
 from routing.queries.explain import NULL_RESULT
@@ -30,6 +31,7 @@ from slotkeeper.registry.identity import Scope
 
 _TIMELINE_WIDTH = 1000  # in the units of the SVG view box
 _MIN_BAR_WIDTH = 3
+_SHOWN_ERRORS = 20
 _PAGE_SIZE = 100
 
 
@@ -175,9 +177,31 @@ def batch(batch: str) -> Any:
     progress = batch_views.get_batch(BatchPath(batch=batch))
     query = {name: request.args.get(name) or None for name in ("status", "cursor")}
     listed = jobs_api.list_jobs(ListQuery.model_validate({"batch": batch, "limit": 50, **query}))
+    errors = []
+    if progress["refused"]:
+        first = ErrorsQuery.model_validate({"limit": _SHOWN_ERRORS})
+        errors = batch_views.list_batch_errors(BatchPath(batch=batch), first)["errors"]
     return render_page(
-        "batch.html", batch=progress, jobs=listed["jobs"], next=listed["next_cursor"], status=query["status"]
+        "batch.html",
+        batch=progress,
+        jobs=listed["jobs"],
+        next=listed["next_cursor"],
+        status=query["status"],
+        errors=errors,
+        may_manage=current_identity().may(Scope.MANAGE),
     )
+
+
+@page_view("/page/batches/<batch>/pause", Scope.MANAGE, method="POST")
+def pause_batch(batch: str) -> Any:
+    batch_views.pause_batch(BatchPath(batch=batch))
+    return redirect(f"/page/batches/{segment(batch)}?done=batch-paused", 303)
+
+
+@page_view("/page/batches/<batch>/resume", Scope.MANAGE, method="POST")
+def resume_batch(batch: str) -> Any:
+    batch_views.resume_batch(BatchPath(batch=batch))
+    return redirect(f"/page/batches/{segment(batch)}?done=batch-resumed", 303)
 
 
 @page_view("/page/batches/<batch>/cancel")

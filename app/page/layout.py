@@ -15,6 +15,8 @@ from tasks.security.keyring import session_keys
 # The messages after a form was submitted, by the value of `done` in the URL of the redirect.
 MESSAGES = {
     "canceled": "The job is canceled.",
+    "batch-paused": "It starts no more jobs; those that run continue.",
+    "batch-resumed": "It goes on.",
     "batch-canceled": "Its waiting jobs are canceled; its running jobs end when their servers stop them.",
     "canceling": "The job ends when its server stops the run.",
     "retried": "The job is back at its place in the queue, with all retries available.",

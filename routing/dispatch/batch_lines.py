@@ -26,6 +26,7 @@ from slotkeeper.registry.identity import Identity
 from slotkeeper.registry.snapshot import CatalogSnapshot
 
 _TRIES = 3
+_MESSAGES = {"missing": "is missing; send it", "extra_forbidden": "is not known; remove it"}
 MAX_CUSTOM_ID = 200
 INHERITED = ("model", "priority", "constraints", "labels", "environment", "on_failure", "expected_output", "ttl")
 """Fields that a line has from the head of its batch, unless it has its own."""
@@ -207,7 +208,8 @@ def read_line(value: Any, head: Mapping[str, Any]) -> BatchLine:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise InvalidJob(field, f"{field}: {first['msg'].removeprefix('Value error, ')}") from None
+        message = _MESSAGES.get(first["type"], f"is wrong: {first['msg']}")
+        raise InvalidJob(field, f"{field} {message}") from None
 
 
 def _line_error(line: int, error: InvalidRequest, value: LineValue) -> LineError:

@@ -1,7 +1,6 @@
 """A batch of lines over REST: sent in chunks, each line once; errors by line; on hold, released, canceled, ended."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,43 +14,11 @@ from slotkeeper.jobs.batches import MAX_UNFINISHED, Batch, Batches, require
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import new_job_id
 from tests.support.api import Api, TimedApi
+from tests.support.batch_lines import CAT, close, create, results, send, sent, shown
 from tests.support.ends import end_run_with
 from tools.cluster.direct_starts import begin_run
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
-NDJSON = {"Content-Type": "application/x-ndjson"}
-CAT = {"payload": {"prompt": "a cat"}}
-
-
-def create(api: Api, headers: dict[str, str] | None = None, **head: Any) -> str:
-    answer = api.client.post("/batches", json={"model": "zimg"} | head, headers=headers)
-    assert answer.status_code == 201, answer.text
-    return str(answer.json["batch"])
-
-
-def send(api: Api, batch: str, lines: Sequence[Any], first: int = 0, headers: dict[str, str] | None = None) -> Any:
-    body = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    return api.client.post(f"/batches/{batch}/lines?from={first}", data=body, headers=NDJSON | (headers or {}))
-
-
-def sent(api: Api, batch: str, lines: Sequence[Any], first: int = 0) -> Any:
-    answer = send(api, batch, lines, first)
-    assert answer.status_code == 200, answer.text
-    return answer.json
-
-
-def close(api: Api, batch: str, lines: int) -> Any:
-    return api.client.post(f"/batches/{batch}/close", json={"lines": lines})
-
-
-def shown(api: Api, batch: str) -> Any:
-    return api.client.get(f"/batches/{batch}").json
-
-
-def results(api: Api, batch: str, query: str = "") -> list[Any]:
-    answer = api.client.get(f"/batches/{batch}/results{query}")
-    assert answer.status_code == 200, answer.text
-    return [json.loads(line) for line in answer.data.splitlines()]
 
 
 def drive(api: Api) -> None:

@@ -12,6 +12,7 @@ ID = "01a205c4-b6d1-7190-8b8b-b3fbb4ae3540"
 BATCH: dict[str, Any] = {
     "batch": ID,
     "tenant": "acme",
+    "name": None,
     "status": "active",
     "jobs": 3,
     "ended": 1,
@@ -36,26 +37,26 @@ def _said(*args: str) -> str:
 
 def test_batches_are_listed_with_how_far_they_have_come(api: HTTPServer) -> None:
     page = {"batches": [BATCH], "next_cursor": None}
-    api.expect_request("/queue/batches", "GET", query_string="limit=20").respond_with_json(page)
+    api.expect_request("/batches", "GET", query_string="limit=20").respond_with_json(page)
     said = _said("batches", "list")
     assert all(word in said for word in (ID, "acme", "1 of 3", "2 queued, 1 completed"))
 
 
 def test_a_batch_is_shown(api: HTTPServer) -> None:
-    api.expect_request(f"/queue/batches/{ID}", "GET").respond_with_json(BATCH)
+    api.expect_request(f"/batches/{ID}", "GET").respond_with_json(BATCH)
     assert "2 queued, 1 completed" in _said("batches", "show", ID)
 
 
 def test_a_batch_is_canceled(api: HTTPServer) -> None:
     answer = {"batch": ID, "canceled": 2, "canceling": 1, "remaining": 0}
-    api.expect_request(f"/queue/batches/{ID}/cancel", "POST").respond_with_json(answer)
+    api.expect_request(f"/batches/{ID}/cancel", "POST").respond_with_json(answer)
     assert _said("batches", "cancel", ID) == "2 canceled, 1 asked to stop.\n"
 
 
 def test_a_large_batch_is_canceled_by_several_requests(api: HTTPServer) -> None:
     for canceled, remaining, status in ((3000, 500, 202), (500, 0, 200)):
         answer = {"batch": ID, "canceled": canceled, "canceling": 1, "remaining": remaining}
-        api.expect_ordered_request(f"/queue/batches/{ID}/cancel", "POST").respond_with_json(answer, status)
+        api.expect_ordered_request(f"/batches/{ID}/cancel", "POST").respond_with_json(answer, status)
     assert _said("batches", "cancel", ID).endswith("3500 canceled, 2 asked to stop.\n")
 
 

@@ -13,7 +13,7 @@ WITHOUT_API = {"conform", "doctor", "flower", "health", "migrate", "serve", "sim
 """Commands that do not call the API, or have other exit statuses."""
 BY_THE_DATABASE = {("tenants", name) for name in ("add", "change", "list", "remove", "show")}
 BY_THE_DATABASE |= {("keys", name) for name in ("add", "list", "revoke", "rotate", "token")}
-WAITS_FOR_THE_API = {("submit-file",), ("watch",)}
+WAITS_FOR_THE_API = {("submit-file",), ("watch",), *(("batches", name) for name in ("submit", "wait", "results"))}
 OPTIONS = {
     ("secrets", "set"): ["--all-models"],
     ("webhooks", "change"): ["--no-pace"],

@@ -11,7 +11,8 @@ from tasks import services
 from tests.support.api import Api, clear_wiring
 
 _LOST = (
-    "usage_days, jobs.terms, tenants.limits, api_keys, catalog_changes, job_labels, jobs.given_times, queue_epochs, "
+    "batches, batch_errors, usage_days, jobs.terms, tenants.limits, api_keys, catalog_changes, job_labels, "
+    "jobs.given_times, queue_epochs, "
     "jobs.labels"
 )
 

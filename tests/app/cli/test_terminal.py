@@ -180,8 +180,15 @@ def test_a_refusal_is_text_too(api: HTTPServer, command: str) -> None:
 
 
 def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
-    refused = _answering({**REFUSAL, "index": 0}, 422)
-    api.expect_request("/queue/submit-batch").respond_with_handler(refused)
+    batch = {"batch": "b", "status": "active", "next_line": 0, "refused": 1, "jobs": 0, "ended": 0, "by_state": {}}
+    error = {"line": 0, "custom_id": None, "code": "x", "field": "line", "message": TEXT}
+    for path, body in {
+        "/batches": batch,
+        "/batches/b/lines": {"next_line": 1},
+        "/batches/b/close": batch | {"next_line": 1},
+        "/batches/b/errors": {"errors": [error], "next_line": None},
+    }.items():
+        api.expect_request(path).respond_with_handler(_answering(body))
     done = CliRunner().invoke(main, ["submit-file", "-"], input="{}\n")
     _assert_harmless(done.output)
     assert "Line 1:" in done.output

@@ -19,6 +19,7 @@ from slotkeeper.registry.tenant_limits import NO_LIMITS
 from slotkeeper.registry.tenants import Tenants
 from tasks import services
 from tests.support.api import Api
+from tests.support.batch_lines import CAT, create, send
 from tests.support.builders import an_ended_job
 from tests.support.callbacks import claim, due_ids, failed
 from tests.support.clock import set_clock
@@ -230,7 +231,8 @@ def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: d
         "/page/x",
         "/page/webhooks",
     }
-    of_tenants |= {"/page/webhooks/callbacks/replay", "/page/batches", "/page/batches/x", "/page/batches/x/cancel"}
+    of_tenants |= {"/page/webhooks/callbacks/replay", "/page/batches", "/page/batches/x"}
+    of_tenants |= {f"/page/batches/x/{word}" for word in ("cancel", "pause", "resume")}
     of_tenants |= {f"/page/webhooks/x{act}" for act in ("", "/test", "/enable", "/disable", "/replay")}
     for method, path in _screens(api):
         answer = _ask(acme, method, path)
@@ -490,6 +492,20 @@ def test_a_batch_is_listed_looked_at_and_canceled_after_a_question(api: Api) -> 
     assert "3 of 3" in somebody.get("/page/batches").text
     assert somebody.post(f"{path}/cancel").status_code == 409
     assert "No job of it" in somebody.get(f"{path}?status=queued").text
+
+
+def test_a_batch_of_lines_is_paused_and_resumed_and_shows_what_was_refused(api: Api) -> None:
+    api.model()
+    batch = create(api, name="night run")
+    send(api, batch, [CAT, CAT | {"priority": 99, "custom_id": "<b>"}])
+    somebody, path = visitor(api), f"/page/batches/{batch}"
+    shown = somebody.get(path).text
+    assert "night run" in shown and "1 were received" not in shown and "2 were received" in shown
+    assert "&lt;b&gt;" in shown and "priority must be true" in shown
+    assert somebody.post(f"{path}/pause").status_code == 303
+    assert "It is paused" in somebody.get(path).text
+    assert somebody.post(f"{path}/resume").status_code == 303
+    assert "It is paused" not in somebody.get(path).text
 
 
 @KEYED

@@ -10,8 +10,8 @@ import pytest
 from app.server.line_stream import CHUNK_BYTES, CHUNK_LINES, LineCutter
 from app.server.wsgi import Refusal
 from slotkeeper.jobs.batch_ids import line_job_id
-from tests.app.api.test_batch_lines import CAT, NDJSON
 from tests.support.api import Api
+from tests.support.batch_lines import CAT, NDJSON
 from tests.support.builders import eventually
 from tests.support.served import Served, serve
 

@@ -193,12 +193,12 @@ def test_everything_can_be_done_from_the_command_line(standing: tuple[Installati
 
     lines = tmp_path / "jobs.ndjson"
     lines.write_text('{"model": "zimg", "payload": {"seconds": 0.01}}\n\n{"model": "none", "payload": {}}\n' * 2)
-    done = run("submit-file", str(lines), "--run", "once")
+    done = run("submit-file", str(lines))
     assert done.exit_code == 1
-    assert "Accepted: 2 jobs.  Refused: 2 lines." in done.stdout
+    assert "4 lines received.  Jobs: 2.  Refused: 2 lines." in done.stdout
     assert re.search(r"Line 3: .*none", done.stderr)
     before = ask("ledger")["accepted"]
-    assert "2 had been accepted before" in run("submit-file", str(lines), "--run", "once").stdout
+    assert "4 had been received before" in run("submit-file", str(lines)).stdout
     assert ask("ledger")["accepted"] == before
 
     ask("models", "configure", "zimg", "max_retries=0")

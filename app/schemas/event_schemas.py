@@ -6,6 +6,7 @@ from pydantic import Field
 
 from app.schemas.base import MODEL_NAME, From, ResponseSchema, Schema, Time
 from app.schemas.cursors import BATCH, NUMBER, PROGRESS_ID
+from slotkeeper.jobs.batches import ENDED_TYPE
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.outbox.event_reader import OutboxEvent
 
@@ -23,8 +24,10 @@ _Batch = Annotated[str, Field(pattern=f"^{BATCH}$")]
 
 if TYPE_CHECKING:
     EventType = str
+    WebhookEventType = str
 else:
     EventType = Literal[tuple(sorted(EVENT_TYPES.values()))]
+    WebhookEventType = Literal[tuple(sorted([*EVENT_TYPES.values(), ENDED_TYPE]))]
 
 
 class JobEvent(ResponseSchema, source=OutboxEvent):

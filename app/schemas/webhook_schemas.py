@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from app.schemas.base import PROVIDED, BodySchema, From, ResponseSchema, Schema, Time, iso_time
 from app.schemas.cursors import bounded_int, match_cursor
-from app.schemas.event_schemas import EventType
+from app.schemas.event_schemas import WebhookEventType
 from slotkeeper import json_text
 from slotkeeper.errors import InvalidRequest
 from slotkeeper.outbox.redelivery import DeliveryAttempt, GivenUpCallback
@@ -49,7 +49,7 @@ class WebhookBody(BodySchema):
     """A webhook of a tenant."""
 
     url: str = _URL
-    events: list[EventType] | None = _EVENTS
+    events: list[WebhookEventType] | None = _EVENTS
     template: dict[str, Any] | None = _TEMPLATE
     description: str | None = _DESCRIPTION
     max_per_s: float | None = _MAX_PER_S
@@ -64,7 +64,7 @@ class WebhookChange(BodySchema):
     """Changes to a webhook; omitted fields are not changed."""
 
     url: str | None = Field(None, max_length=MAX_URL_LENGTH)
-    events: list[EventType] | None = Field(None, min_length=1, max_length=50)
+    events: list[WebhookEventType] | None = Field(None, min_length=1, max_length=50)
     template: dict[str, Any] | None = _TEMPLATE
     description: str | None = _DESCRIPTION
     max_per_s: float | None = _MAX_PER_S

@@ -70,48 +70,54 @@ def cancel(dispatcher: Dispatcher, batches: Batches, batch: Batch, within_s: flo
 def drive_all(dispatcher: Dispatcher, batches: Batches, open_s: float, within_s: float) -> None:
     """Go on with what is wanted of each batch, the oldest first, and close those whose clients have gone.
 
-    open_s: an open batch that has received no line for so long is closed.  After `within_s` the others are left to the
-    next call; each may take a share of it, so that none keeps the others waiting.
+    open_s: an open batch that has received no line for so long is closed.  Batches take turns, so that none keeps the
+    others waiting.  After `within_s` the rest is left to the next call.
     """
     until = time.monotonic() + within_s
-    for batch in batches.list_unfinished():
+    unfinished = batches.list_unfinished()
+    for batch in unfinished:
         if batch.state is BatchState.OPEN and batch.changed_ms < clock.ago_ms(round(open_s * 1000), now_ms()):
             batches.close(batch, now_ms())
-            batch = require(batches.get(batch.tenant, batch.id), batch.id)
-        drive(dispatcher, batches, batch, min(until, time.monotonic() + _SHARE_S))
-        if time.monotonic() >= until:
-            break
+    while unfinished and time.monotonic() < until:
+        unfinished = [
+            batch
+            for batch in filter(None, (batches.get(one.tenant, one.id) for one in unfinished))
+            if not drive(dispatcher, batches, batch, min(until, time.monotonic() + _SHARE_S))
+        ]
 
 
-def drive(dispatcher: Dispatcher, batches: Batches, batch: Batch, until: float) -> None:
-    """Go on with what is wanted of a batch, page by page, until a time (monotonic)."""
+def drive(dispatcher: Dispatcher, batches: Batches, batch: Batch, until: float) -> bool:
+    """Go on with what is wanted of a batch, page by page, until a time (monotonic).  Returns False if more is left."""
+    is_done = True
     if batch.state is BatchState.CLOSED and batch.is_refused and batch.cancel_ms is None:
         batches.request_cancel(batch, now_ms())
         batch = require(batches.get(batch.tenant, batch.id), batch.id)
     if batch.cancel_ms is not None:
-        dispatcher.cancel_jobs_of_batch(batch.id, batch.tenant, until - time.monotonic())
+        is_done = dispatcher.cancel_jobs_of_batch(batch.id, batch.tenant, until - time.monotonic()).is_complete
     elif batch.is_paused:
-        _hold(dispatcher, batch, until)
+        is_done = _hold(dispatcher, batch, until)
     elif batch.has_held and not batch.holds_lines:
-        _release(batches, batch, until)
-    if batch.state is BatchState.CLOSED:
+        is_done = _release(batches, batch, until)
+    if batch.state is BatchState.CLOSED and is_done:
         batches.end(batch, now_ms())
+    return is_done
 
 
-def _hold(dispatcher: Dispatcher, batch: Batch, until: float) -> None:
+def _hold(dispatcher: Dispatcher, batch: Batch, until: float) -> bool:
     while True:
         held = dispatcher.store.hold_page_of_batch(batch.id, batch.tenant, now_ms())
         if held:
             crash_at("lines_held")
             dispatcher.withdraw(held)
         if len(held) < PAGE or time.monotonic() >= until:
-            return
+            return len(held) < PAGE
 
 
-def _release(batches: Batches, batch: Batch, until: float) -> None:
+def _release(batches: Batches, batch: Batch, until: float) -> bool:
     last: int | None = 0
     while last is not None and (last == 0 or time.monotonic() < until):
         last = batches.release_page(batch, last, now_ms(), PAGE)
+    return last is None
 
 
 def _drive_again(dispatcher: Dispatcher, batches: Batches, batch: Batch, within_s: float) -> Batch:

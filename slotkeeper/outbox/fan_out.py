@@ -81,7 +81,7 @@ class EventFanOut:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._reader = EventReader(database)
+        self._reader = EventReader(database, transitions_only=False)  # with the ends of batches
         self._last_id = ""  # the webhook that was the last to catch up
         self.has_more = False
         self.must_poll = True

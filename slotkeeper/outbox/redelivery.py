@@ -200,7 +200,7 @@ class Redelivery:
             .outerjoin(jobs, jobs.c.id == events.c.job_id)
             .where(
                 events.c.id == event,
-                events.c.type.in_(EVENT_TYPES.values()),
+                events.c.type.in_([*EVENT_TYPES.values(), ENDED_TYPE]),
                 func.coalesce(events.c.tenant, jobs.c.tenant) == subscription.tenant,
             )
         )

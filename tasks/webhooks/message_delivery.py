@@ -16,7 +16,7 @@ from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
 from slotkeeper.errors import NotFound
-from slotkeeper.jobs.batches import Batches
+from slotkeeper.jobs.batches import ENDED_TYPE, Batch, Batches
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.outbox import event_reader, retention
 from slotkeeper.outbox.fan_out import EventFanOut
@@ -177,6 +177,9 @@ class MessageDelivery:
             return None
         if message.is_test:
             return receiver, message_body(message, test_data(receiver.tenant), template_of(receiver)), None
+        if message.type == ENDED_TYPE:
+            batch = self._batches.get(receiver.tenant, message.job_id)
+            return None if batch is None else self._content_about(batch, message, receiver)
         found = event_reader.read_page(self._database, message.event - 1, 1, message.job_id).events
         if not found or found[0].event.id != message.event:
             return None
@@ -195,7 +198,9 @@ class MessageDelivery:
     def _content_of_batch(self, message: Message) -> Content | None:
         if (batch := self._batches.find(message.job_id, None)) is None:
             return None
-        receiver = subscription_of_batch(batch)
+        return self._content_about(batch, message, subscription_of_batch(batch))
+
+    def _content_about(self, batch: Batch, message: Message, receiver: Subscription) -> Content:
         data = batch_end_data(self._batches.read_progress(batch))
         return receiver, message_body(message, data, template_of(receiver)), None
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,7 @@ import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
 import kombu.pidbox
 import kombu.transport.redis  # noqa: F401
 
+from routing.dispatch import batch_control, batch_lines
 from routing.dispatch.outcome import Outcome
 from routing.maintenance import quarantined_slots, rebuild, server_report
 from routing.queries import job_list
@@ -42,7 +44,8 @@ from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, DatabaseUnavailable
-from slotkeeper.jobs import ledger, notifications, quarantine
+from slotkeeper.jobs import batch_ids, ledger, notifications, quarantine
+from slotkeeper.jobs.batches import Batch, BatchState
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.values import NewJob
@@ -73,6 +76,7 @@ SETTINGS = {
     "SLOTKEEPER_BUSY_COOLDOWN_MS": "30",
     "SLOTKEEPER_CATALOG_REFRESH_S": "0",
     "SLOTKEEPER_RETENTION_S": "3600",
+    "SLOTKEEPER_BATCH_OPEN_S": "0.5",
     "SLOTKEEPER_WEBHOOK_TIMEOUT_S": "2",
     "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.0/8",
     "SLOTKEEPER_SECRET": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
@@ -144,10 +148,43 @@ class Life:
 
     def ask_again(self) -> None:
         """A client that was not answered asks again, under the same id."""
-        answered = {line["id"] for line in read_lines(self.home / "told")}
+        told = read_lines(self.home / "told")
+        answered, received = {line["id"] for line in told}, Counter(line.get("batch") for line in told)
         for wish in read_lines(self.home / "asked"):
-            if wish["id"] not in answered:
+            if "batch" in wish and received[wish["batch"]] < wish["first"] + wish["count"]:
+                self._send_lines(wish)
+            elif "batch" not in wish and wish["id"] not in answered:
                 self._ask(wish)
+
+    def batch(self) -> None:
+        """A client sends the lines of a batch in two requests; the batch is paused before they run, and goes on."""
+        for first, lines in ((0, 2), (2, 1)):
+            self._note("asked", wish := {"batch": f"{self.name}-batch", "first": first, "count": lines})
+            self._say_room()
+            self._send_lines(wish)
+        batch = self._batch_of(f"{self.name}-batch")
+        batch_control.close(self.dispatcher, services.batches(), batch, 3, 10)
+        batch_control.set_paused(self.dispatcher, services.batches(), batch, True, 10)
+        self._resume_batches()
+
+    def _send_lines(self, wish: dict[str, Any]) -> None:
+        batch, count = self._batch_of(wish["batch"]), wish["count"]
+        lines = [{"model": SYNC, "payload": {"do": "ok"}}] * count
+        with suppress(Conflict):  # It is closed, and has the lines.
+            batch_lines.add_lines(self.dispatcher, services.batches(), batch, wish["first"], lines, LOCAL_IDENTITY)
+        for line in range(wish["first"], wish["first"] + count):
+            self._note("told", {"id": batch_ids.line_job_id(batch.id, line), "batch": wish["batch"]})
+
+    def _batch_of(self, key: str) -> Batch:
+        now = now_ms()
+        new = Batch("default", batch_ids.new_batch_id(), BatchState.OPEN, now, now)
+        return services.batches().create(new, key, "")[0]
+
+    def _resume_batches(self) -> None:
+        """Let all batches go on: who has paused one may have died."""
+        for batch in services.batches().list_unfinished():
+            if batch.is_paused:
+                batch_control.set_paused(self.dispatcher, services.batches(), batch, False, 10)
 
     def abandon(self, job_id: str) -> None:
         """Another worker begins the job and is never heard of again."""
@@ -237,10 +274,13 @@ class Life:
         """Work, and keep everything in order, until nothing is left to do."""
         end = time.monotonic() + _QUIET_WITHIN_S
         self.ask_again()
+        self._resume_batches()
         while True:
             this_worker().poller.poll_once()
             self.hands.work()
-            for task in (maintenance.keep_time, maintenance.reap_dead_workers, maintenance.reap):
+            for task in (maintenance.drive_batches, maintenance.keep_time):
+                task()
+            for task in (maintenance.reap_dead_workers, maintenance.reap):
                 task()
             maintenance.reconcile_all()
             maintenance.sweep()
@@ -279,6 +319,7 @@ class Life:
         self.hand_back(self.submit("handed", {"do": "ok"}, ASYNC, callback_url=hook))
         self.push(self.submit("pushed", {"do": "ok"}, callback_url=hook))
         self.linger(hook)
+        self.batch()
         self.submit("beside", {"do": "ok"}, ASYNC)
         self.submit("behind", {"do": "ok"}, ASYNC)
         self.recover()
@@ -376,6 +417,7 @@ class Life:
         room = self.dispatcher.fleets.counts([SYNC])[SYNC]
         if (
             any(by_state[state] for state in ACTIVE_STATES)
+            or services.batches().list_unfinished()
             or room.taken
             or room.waiting
             or self.dispatcher.leases.list_all([SYNC])[SYNC]

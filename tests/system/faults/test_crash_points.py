@@ -414,7 +414,7 @@ def _untold(case: Aftermath, database: Database, found: dict[str, Job]) -> Itera
 
 def _broken_chains(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
     """The next step of a chain is there, whatever died after the end of the step before."""
-    for wish in read_lines(case.home / "asked"):
+    for wish in (wish for wish in read_lines(case.home / "asked") if "batch" not in wish):
         if wish["id"] in found and "next" in wish and wish["next"] not in found:
             yield f"{wish['next']} follows {wish['id']} and was never sent"
 

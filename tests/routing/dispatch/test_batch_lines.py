@@ -1,0 +1,136 @@
+"""BATCH-1: a line of a batch is accepted once, however often, in whatever parts and by how many clients it is sent."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from routing.dispatch.batch_lines import MissingLines, add_lines
+from slotkeeper.errors import Conflict, TooManyRequests
+from slotkeeper.jobs.batch_ids import line_job_id, line_of, new_batch_id
+from slotkeeper.jobs.batches import Batch, Batches, BatchState, OnError
+from slotkeeper.jobs.tables import batch_errors, jobs
+from slotkeeper.registry.identity import LOCAL_IDENTITY
+from tests.support.stage import Stage
+
+GOOD, BAD = {"payload": {"prompt": "a cat"}}, {"payload": {"prompt": "a cat"}, "priority": 99}
+
+
+@pytest.fixture
+def batches(stage: Stage) -> Batches:
+    stage.register(1)
+    return Batches(stage.database)
+
+
+def a_batch(batches: Batches, stage: Stage, **fields: Any) -> Batch:
+    now = stage.now
+    new = Batch("default", new_batch_id(), BatchState.OPEN, now, now, head={"model": "zimg"}, **fields)
+    return batches.create(new, None, "")[0]
+
+
+def stored(batches: Batches, batch: Batch) -> tuple[list[int], list[int]]:
+    """The lines that have become jobs, and those that were refused, in order."""
+    of_jobs = select(jobs.c.id).where(jobs.c.batch == batch.id)
+    of_errors = select(batch_errors.c.line).where(batch_errors.c.batch == batch.id)
+    with batches.database.read() as connection:
+        accepted = sorted(line_of(job_id) for job_id in connection.execute(of_jobs).scalars())
+        return accepted, sorted(connection.execute(of_errors).scalars())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(st.booleans(), min_size=1, max_size=12),
+    sends=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=12),
+)
+def test_a_line_is_accepted_once_however_often_it_is_sent(
+    stage: Stage, batches: Batches, lines: list[bool], sends: list[tuple[int, int, bool]]
+) -> None:
+    values = [GOOD if good else BAD for good in lines]
+    first_read = a_batch(batches, stage)
+    received = 0
+    for first, count, is_stale in sends:
+        batch = first_read if is_stale else batches.get("default", first_read.id)
+        assert batch is not None
+        part = values[first : first + count]
+        if not part:
+            continue
+        if first > received:
+            with pytest.raises(MissingLines) as refused:
+                add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+            # A client that has read the batch before is told what it has read, and asks again.
+            assert refused.value.facts["next_line"] == batch.lines
+            continue
+        if first > batch.lines:  # What this client has read says that lines are missing.
+            with pytest.raises(MissingLines):
+                add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+            continue
+        receipt = add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+        received = max(received, first + len(part))
+        assert receipt.batch.lines == received
+        assert receipt.accepted + receipt.refused + receipt.known == len(part)
+        accepted, refused_lines = stored(batches, first_read)
+        assert accepted == [line for line in range(received) if lines[line]]
+        assert refused_lines == [line for line in range(received) if not lines[line]]
+        now = batches.get("default", first_read.id)
+        assert now is not None and (now.lines, now.refused) == (received, len(refused_lines))
+
+
+def in_threads(acts: list[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(stage: Stage, batches: Batches) -> None:
+    batch = a_batch(batches, stage)
+    values = [GOOD if line % 7 else BAD for line in range(120)]
+
+    def send(size: int) -> None:
+        at = 0
+        while at < len(values):
+            known = batches.get("default", batch.id)
+            assert known is not None
+            with suppress(Conflict):  # Others were faster, three times in a row.
+                chunk = values[at : at + size]
+                at = add_lines(stage.dispatcher, batches, known, at, chunk, LOCAL_IDENTITY).batch.lines
+
+    in_threads([lambda size=size: send(size) for size in (5, 7, 11, 13)])  # type: ignore[misc]
+    accepted, refused = stored(batches, batch)
+    assert accepted == [line for line in range(120) if line % 7]
+    assert refused == [line for line in range(120) if not line % 7]
+
+
+def test_lines_that_come_while_a_batch_is_paused_are_held(stage: Stage, batches: Batches) -> None:
+    before = a_batch(batches, stage)
+    batches.set_paused(before, True, lambda tx, **about: None)
+    add_lines(stage.dispatcher, batches, before, 0, [GOOD], LOCAL_IDENTITY)
+    job = stage.job(line_job_id(before.id, 0))
+    assert (job.state, job.due_ms) == ("delayed", None) and stage.told.offers == []
+
+
+def test_lines_on_hold_do_not_count_as_waiting(stage: Stage, batches: Batches) -> None:
+    stage.register(1, max_waiting=1)
+    held, queued = a_batch(batches, stage, on_error=OnError.REFUSE), a_batch(batches, stage)
+    assert add_lines(stage.dispatcher, batches, held, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 5
+    assert add_lines(stage.dispatcher, batches, queued, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 2
+    after = batches.get("default", queued.id)
+    assert after is not None
+    with pytest.raises(TooManyRequests):
+        add_lines(stage.dispatcher, batches, after, 2, [GOOD], LOCAL_IDENTITY)
+
+
+def test_a_batch_has_at_most_a_hundred_thousand_lines(
+    stage: Stage, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("routing.dispatch.batch_lines.MAX_LINES", 3)
+    batch = a_batch(batches, stage)
+    with pytest.raises(Exception, match="at most 3 lines"):
+        add_lines(stage.dispatcher, batches, batch, 0, [GOOD] * 4, LOCAL_IDENTITY)
+    assert stored(batches, batch) == ([], [])

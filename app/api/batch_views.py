@@ -43,7 +43,7 @@ from routing.queries.batch_results import read_results
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidJob
 from slotkeeper.jobs.batch_ids import MAX_LINES, new_batch_id
-from slotkeeper.jobs.batches import Batch, BatchState, OnError, require
+from slotkeeper.jobs.batches import MAX_UNFINISHED, Batch, BatchState, OnError, require
 from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT
 from slotkeeper.registry.identity import Scope
 from tasks.services import batches, database
@@ -90,7 +90,9 @@ def create_batch(query: BatchHeadQuery) -> tuple[dict[str, Any], int, dict[str, 
     At most 100,000 lines.
     """
     head = _read_head(query)
-    batch, is_new = batches().create(_new_batch(head), _idempotency_key(), _fingerprint(head))
+    new = _new_batch(head)
+    most = dispatcher().catalog.get().limits_of(new.tenant).max_open_batches or MAX_UNFINISHED
+    batch, is_new = batches().create(new, _idempotency_key(), _fingerprint(head), most)
     view = BatchView.build(batches().read_progress(batch))
     return view, 201 if is_new else 200, {"Location": f"/batches/{batch.id}"}
 

@@ -195,6 +195,8 @@ def print_new_key(tenant: str, new: "NewKey", as_json: bool, note: str = "") -> 
 @click.option("--max-slots", type=click.IntRange(0, 1_000_000), help="Slots that it may hold at once; 0: any number.")
 @click.option("--slot-s-per-day", type=click.FloatRange(min=0), help="Seconds of slots a day, UTC; 0: no limit.")
 @click.option("--slot-s-per-month", type=click.FloatRange(min=0), help="Seconds of slots a month, UTC; 0: no limit.")
+@click.option("--max-open-batches", type=click.IntRange(0, 100_000), help="Batches that have not ended; 0: 100.")
+@click.option("--max-batch-lines", type=click.IntRange(0, 100_000), help="Lines of a batch; 0: 100,000.")
 @click.option("--max-result-bytes", type=click.IntRange(min=0), help="Largest result of a job; 0: no limit.")
 @click.option("--max-payload-bytes", type=click.IntRange(min=0), help="Largest payload of a job; 0: no limit.")
 def change_tenant(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from app.schemas.base import (
     _REASON,
@@ -79,46 +79,44 @@ _BURST: Any = Field(None, ge=1, le=MAX_PER_S, description="Jobs that may be subm
 _ENVIRONMENT: Any = {"pattern": f"^{values.VALUE_PATTERN}$"}
 
 
-class LimitsBody(BodySchema):
+def _may_be_null(name: str) -> Any:
+    """Return a limit as a field of a body."""
+    limit = TenantLimits.model_fields[name]
+    return limit.annotation, limit
+
+
+_WITH_PATTERNS = frozenset({"model_rates", "models", "environments"})
+_Numbers: Any = create_model(
+    "_Numbers",
+    __base__=BodySchema,
+    **{name: _may_be_null(name) for name in TenantLimits.model_fields if name not in _WITH_PATTERNS},
+)
+
+
+class LimitsBody(_Numbers):
     """Limits of a tenant, or of the installation.
 
     Omitted fields are not changed; null: the field has no value any more.
     """
 
-    rate_per_s: float | None = _RATE
-    burst: int | None = _BURST
     model_rates: dict[_Named, RateLimit] | None = Field(
         None, max_length=1000, description="Further rates, each of the jobs of one model."
     )
     models: list[_Named] | None = Field(
         None, max_length=1000, description="Models whose jobs may be submitted; null: all."
     )
-    most_urgent: int | None = Field(
-        None, ge=1, le=9, description="The most urgent priority that may be used; 1 is the most urgent of all."
-    )
-    max_waiting: int | None = Field(None, ge=1, description="Jobs that may wait, of all models together.")
     environments: list[Annotated[str, Field(json_schema_extra=_ENVIRONMENT)]] | None = Field(
         None,
         min_length=1,
         max_length=100,
         description="Environments that jobs may name; the first is that of jobs that name none.  null: production.",
     )
-    max_slots: int | None = Field(
-        None, ge=1, le=1_000_000, description="Slots that jobs may hold at once, of models that share servers."
-    )
-    slot_s_per_day: float | None = Field(
-        None, gt=0, description="Seconds of slots, of all runs that end on one day (UTC); then no jobs are accepted."
-    )
-    slot_s_per_month: float | None = Field(None, gt=0, description="The same of a month (UTC).")
-    max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
-    max_result_bytes: int | None = Field(
-        None, ge=1, description="Largest result of a job, as JSON; a larger one fails the job."
-    )
 
     @property
     def changes(self) -> dict[str, Any]:
         """The fields in the body, by name."""
-        return self.model_dump(exclude_unset=True)
+        given: dict[str, Any] = self.model_dump(exclude_unset=True)
+        return given
 
 
 class TenantBody(BodySchema):

@@ -104,8 +104,8 @@ def _add(
     values, first = values[known:], first + known
     if not values:
         return ChunkReceipt(batch, 0, 0, known)
-    _check_takes_lines(batch, first + len(values))
     catalog, now = dispatcher.catalog.get(), now_ms()
+    _check_takes_lines(batch, first + len(values), catalog.limits_of(batch.tenant).max_batch_lines or MAX_LINES)
     new, errors = _prepare(dispatcher, batch, first, values, catalog, now, traceparent)
     rates: list[LimitStatus] = []
     count = len(values)
@@ -127,7 +127,7 @@ def _add(
     return ChunkReceipt(moved, len(jobs), len(errors), known, rates)
 
 
-def _check_takes_lines(batch: Batch, lines: int) -> None:
+def _check_takes_lines(batch: Batch, lines: int, most: int) -> None:
     """Raise Conflict or InvalidRequest unless the batch can have so many lines."""
     if batch.cancel_ms is not None or batch.state is not BatchState.OPEN:
         why = "was canceled" if batch.cancel_ms is not None else f"is {batch.state}"
@@ -136,8 +136,8 @@ def _check_takes_lines(batch: Batch, lines: int) -> None:
             batch=batch.id,
             next_line=batch.lines,
         )
-    if lines > MAX_LINES:
-        detail = f"lines: a batch has at most {MAX_LINES} lines; submit the others as another batch"
+    if lines > most:
+        detail = f"lines: a batch of tenant {batch.tenant!r} has at most {most} lines; begin another one"
         raise InvalidRequest("lines", detail)
 
 

@@ -254,8 +254,8 @@ class Batches:
 
     # -- lines -----------------------------------------------------------------------------------------------
 
-    def create(self, new: Batch, key: str | None, fingerprint: str) -> tuple[Batch, bool]:
-        """Add an open batch, and return it and whether it is new.
+    def create(self, new: Batch, key: str | None, fingerprint: str, most: int = MAX_UNFINISHED) -> tuple[Batch, bool]:
+        """Add an open batch, and return it and whether it is new.  most: batches that have not ended.
 
         Raises IdempotencyConflict: the key came with another head; TooManyRequests: too many have not ended.
         """
@@ -286,7 +286,7 @@ class Batches:
                 if known is not None:
                     return _from_row(known), False
             count = _COUNT_UNFINISHED.fetch_value(tx.connection, {"p_tenant": new.tenant})
-            if count >= MAX_UNFINISHED:
+            if count >= most:
                 return TooManyRequests(
                     f"{count} batches of tenant {new.tenant!r} have not ended, and no more are accepted; close those "
                     "that have all their lines, or wait until some have ended.",

@@ -10,6 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slotkeeper.errors import InvalidRequest
+from slotkeeper.jobs.batch_ids import MAX_LINES
 from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT, PRIORITY_MOST_URGENT, PRODUCTION
 from slotkeeper.registry.values import VALUE_PATTERN
 
@@ -76,6 +77,8 @@ class TenantLimits(RateLimit):
         description="Seconds of slots, of all its runs that end on one day (UTC); then no jobs are accepted.",
     )
     slot_s_per_month: float | None = Field(None, gt=0, description="The same of a month (UTC).")
+    max_open_batches: int | None = Field(None, ge=1, le=100_000, description="Batches that have not ended; null: 100.")
+    max_batch_lines: int | None = Field(None, ge=1, le=MAX_LINES, description="Lines of a batch; null: 100,000.")
     max_payload_bytes: int | None = Field(None, ge=1, description="Largest payload of a job, as JSON.")
     max_result_bytes: int | None = Field(
         None, ge=1, description="Largest result of a job, as JSON; a larger one fails the job."

@@ -10,7 +10,7 @@ from routing.maintenance import deadlines
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import NotFound
 from slotkeeper.jobs.batch_ids import line_job_id, line_of, new_batch_id
-from slotkeeper.jobs.batches import MAX_UNFINISHED, Batch, Batches, require
+from slotkeeper.jobs.batches import Batch, Batches, require
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import new_job_id
 from tests.support.api import Api, TimedApi
@@ -187,17 +187,17 @@ def test_a_window_is_the_deadline_of_lines_and_the_least_priority(api: Api) -> N
     assert jobs[1]["deadline"] < jobs[0]["deadline"]
 
 
-def test_a_tenant_has_a_bounded_number_of_batches_that_have_not_ended(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slotkeeper.jobs.batches.MAX_UNFINISHED", 2)
-    assert MAX_UNFINISHED == 100
+def test_batches_that_have_not_ended_and_their_lines_are_bounded(api: Api) -> None:
     api.model()
+    limits = {"max_open_batches": 2, "max_batch_lines": 3}
+    assert api.client.patch("/admin/limits", json=limits).status_code == 200
     for _ in range(2):
         batch = create(api)
     assert api.client.post("/batches", json={}).status_code == 429
     close(api, batch, 0)
-    create(api)
+    batch = create(api)
+    refused = send(api, batch, [CAT] * 4)
+    assert (refused.status_code, refused.json["field"]) == (422, "lines")
 
 
 @KEYED

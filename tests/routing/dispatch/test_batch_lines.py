@@ -124,13 +124,3 @@ def test_lines_on_hold_do_not_count_as_waiting(stage: Stage, batches: Batches) -
     assert after is not None
     with pytest.raises(TooManyRequests):
         add_lines(stage.dispatcher, batches, after, 2, [GOOD], LOCAL_IDENTITY)
-
-
-def test_a_batch_has_at_most_a_hundred_thousand_lines(
-    stage: Stage, batches: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("routing.dispatch.batch_lines.MAX_LINES", 3)
-    batch = a_batch(batches, stage)
-    with pytest.raises(Exception, match="at most 3 lines"):
-        add_lines(stage.dispatcher, batches, batch, 0, [GOOD] * 4, LOCAL_IDENTITY)
-    assert stored(batches, batch) == ([], [])

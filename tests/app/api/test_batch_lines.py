@@ -76,7 +76,7 @@ def test_lines_become_jobs_with_what_they_inherit(api: Api) -> None:
     )
 
 
-def test_a_line_is_accepted_once_however_often_it_is_sent(api: Api) -> None:
+def test_lines_that_were_received_are_passed_over(api: Api) -> None:
     api.model()
     batch = create(api)
     sent(api, batch, [CAT] * 3)

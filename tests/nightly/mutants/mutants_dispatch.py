@@ -1,6 +1,6 @@
 """What is decided of a job and its run; what is accepted."""
 
-from tests.nightly.mutants.operators import Mutant, never, swap
+from tests.nightly.mutants.operators import Mutant, drop, never, swap
 
 MUTANTS = [
     Mutant(
@@ -82,6 +82,54 @@ MUTANTS = [
         swap("server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST", "True"),
         kills=["test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record"],
         breaks="SLOT-1",
+    ),
+    Mutant(
+        "lines of a batch that were received are accepted again",
+        "routing.dispatch.batch_lines:_add",
+        swap("min(batch.lines - first, len(values))", "0"),
+        kills=["test_a_line_is_accepted_once_however_often_it_is_sent"],
+        breaks="BATCH-1",
+        still="test_lines_become_jobs_with_what_they_inherit",
+    ),
+    Mutant(
+        "lines of a batch are received although some before them are missing",
+        "routing.dispatch.batch_lines:_add",
+        never("first > batch.lines"),
+        kills=["test_a_line_is_accepted_once_however_often_it_is_sent"],
+        breaks="BATCH-1",
+        still="test_lines_become_jobs_with_what_they_inherit",
+    ),
+    Mutant(
+        "a line on hold is queued",
+        "slotkeeper.jobs.acceptance:prepare",
+        swap("job.not_before_ms is None and not job.is_held", "job.not_before_ms is None"),
+        kills=["test_nothing_of_an_all_or_none_batch_runs_before_its_close"],
+        breaks="all or none",
+        still="test_lines_become_jobs_with_what_they_inherit",
+    ),
+    Mutant(
+        "a batch with a refused line runs although it is all or none",
+        "routing.dispatch.batch_control:drive",
+        never("batch.is_refused"),
+        kills=["test_one_bad_line_of_an_all_or_none_batch_stops_all"],
+        breaks="all or none",
+        still="test_nothing_of_an_all_or_none_batch_runs_before_its_close",
+    ),
+    Mutant(
+        "a batch ends while its jobs have not",
+        "slotkeeper.jobs.batches:Batches.end",
+        never("for query in _ANY_ACTIVE"),
+        kills=["test_a_batch_ends_once_when_its_last_job_has"],
+        breaks="the end of a batch",
+        still="test_a_batch_is_closed_with_the_number_of_its_lines",
+    ),
+    Mutant(
+        "what this process admits does not count before the next look at a limit",
+        "routing.admission.waiting_counts:WaitingCounts.has_room",
+        drop("known.waiting += count"),
+        kills=["test_what_this_process_admits_counts_before_the_next_look"],
+        breaks="capacity",
+        still="test_a_limit_that_is_far_away_needs_no_look_within_a_second",
     ),
     Mutant(
         "a batch of the same name shows another tenant's jobs",

@@ -3,6 +3,7 @@
 One installation, one Chromium and one walk through all screens serve all tests; who acts has a context of its own.
 """
 
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,7 @@ class Installation:
     jobs: dict[str, str] = field(default_factory=dict)
     webhook: str = ""
     batch: str = ""
+    lines: str = ""
 
     def call(self, method: str, path: str, who: str = "root", **body: Any) -> Any:
         headers = {"Authorization": f"Bearer {self.keys[who]}"}
@@ -74,6 +76,17 @@ class Installation:
         answer = requests.post(f"{self.url}/queue/submit-batch", json=body, headers=headers, timeout=70)
         assert answer.ok, answer.text
         return str(answer.json()["batch"])
+
+    def submit_lines(self) -> str:
+        """A batch of lines, some of which were refused, that is paused and not complete."""
+        batch = str(self.call("POST", "/batches", "acme", model="idle", name=EVIL)["batch"])
+        lines = [{"payload": {}}, {"payload": {}, "priority": 99, "custom_id": EVIL}, {"payload": {}, "model": "none"}]
+        headers = {"Authorization": f"Bearer {self.keys['acme']}", "Content-Type": "application/x-ndjson"}
+        body = "\n".join(map(json.dumps, lines))
+        answer = requests.post(f"{self.url}/batches/{batch}/lines", data=body, headers=headers, timeout=70)
+        assert answer.ok, answer.text
+        self.call("POST", f"/batches/{batch}/pause", "acme")
+        return batch
 
     def model(self, name: str, endpoint: str, slots: int, server: str, attributes: Any = None, **config: Any) -> None:
         self.call("PUT", f"/admin/model-configs/{name}", **config)
@@ -133,6 +146,7 @@ def _live(it: Installation, server: Any) -> None:
         it.submit("zimg", "globex", {"pool": "fast"}, seconds=0.05)
     it.jobs["slow"] = it.submit("zimg", "globex", {"pool": "slow"}, seconds=1.2)
     it.batch = it.submit_batch(["flaky", "flaky", "idle", "idle"])
+    it.lines = it.submit_lines()
     it.ended(it.jobs["dead2"])
     it.jobs["broken"] = it.submit("broken", seconds=0)
     for name in ("limited", "retried", "evil", "slow", "broken"):
@@ -184,6 +198,7 @@ def screens(it: Installation) -> dict[str, str]:
         "remove-model": "/page/remove/models/idle",
         "batches": "/page/batches",
         "batch": f"/page/batches/{it.batch}",
+        "batch-of-lines": f"/page/batches/{it.lines}",
         "cancel-batch": f"/page/batches/{it.batch}/cancel",
         "servers": "/page/servers",
         "server": "/page/servers/zimg-fast",

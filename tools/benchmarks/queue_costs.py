@@ -25,26 +25,32 @@ from slotkeeper.jobs.values import QueuedJob, new_job_id
 from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
+from slotkeeper.registry.tenant_limits import TenantLimits
 from slotkeeper.registry.values import Server
 from tools.benchmarks.measuring import print_line
 from tools.cluster.valkey_process import Valkey
 
 MODEL = "bench"
 SLOTS, RUNS, ROUNDS = 8, 400, 15
+MOST_LIMITED = 100
 T0 = 1_800_000_000_000
 
 
 class _Bench:
     """A queue with one server and a policy, on an empty Valkey."""
 
-    def __init__(self, client: Redis, policy: str) -> None:
+    def __init__(self, client: Redis, policy: str, max_slots: int | None = None) -> None:
+        """max_slots: a limit of each tenant that may have jobs."""
         self.client, settings = client, RoutingSettings()
         scripts = make_scripts(client, Keys("bench"))
         self.fleets = Fleets(scripts, settings)
         self.queues, self.leases = Queues(scripts, settings), Leases(scripts, settings)
         config = ModelConfig(policy=policy)
         server = Server("gpu", MODEL, SLOTS, "online", {MODEL: ""}, 0)
-        catalog = CatalogSnapshot(1, {MODEL: Model(MODEL, MODEL, {}, config)}, {"gpu": server})
+        limit = TenantLimits(max_slots=max_slots)
+        limits = {f"tenant{n}": limit for n in range(MOST_LIMITED)} if max_slots else {}
+        models = {MODEL: Model(MODEL, MODEL, {}, config)}
+        catalog = CatalogSnapshot(1, models, {"gpu": server}, limits=limits)
         Slots(scripts, settings).sync_all([MODEL], catalog)
         self.seq = 0
 
@@ -96,14 +102,17 @@ def _run_round(bench: _Bench, running: list[Offer], tenants: int) -> tuple[float
     return float(row["usec"]) / float(row["calls"]), statistics.median(trips)
 
 
-def _measure(policy: str, sizes: Sequence[tuple[int, int]]) -> list[float]:
+def _measure(policy: str, sizes: Sequence[tuple[int, int]], limits: Sequence[int | None] = ()) -> list[float]:
     """Print a line for each size (waiting, tenants), and return the costs inside the server, in us.
+
+    limits: `max_slots` of the tenants, for each size.
 
     Each cost is the best of several rounds.  The rounds of all sizes alternate, so that other load on the machine
     affects all of them.
     """
     with ExitStack() as stack:
-        benches = [_Bench(stack.enter_context(_valkey()), policy) for _ in sizes]
+        chosen = limits or [None] * len(sizes)
+        benches = [_Bench(stack.enter_context(_valkey()), policy, limit) for limit in chosen]
         running: list[list[Offer]] = []
         rounds: list[list[tuple[float, float]]] = [[] for _ in sizes]
         for bench, size in zip(benches, sizes, strict=True):
@@ -124,6 +133,8 @@ def offer() -> None:
     for policy, tenants in (("priority", 1), ("fair", 100)):
         small, large = _measure(policy, [(1_000, tenants), (1_000_000, tenants)])
         print_line(f"{policy:10} {large / small:.2f} times the cost at a thousand times the jobs (target: at most 1.3)")
+    free, limited = _measure("priority", [(1_000, MOST_LIMITED)] * 2, [None, SLOTS])
+    print_line(f"{'priority':10} {limited / free:.2f} times the cost with max_slots (target: at most 1.03)")
     _measure("fair", [(200_000, 100_000)])
     print_line("target with 100,000 tenants: a round trip of at most 0.5 ms")
 

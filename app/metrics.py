@@ -25,6 +25,7 @@ from routing.queue.fleets import QueueCounts
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.jobs import ledger
+from slotkeeper.jobs.batches import Batches
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.api_keys import ApiKeys
@@ -123,6 +124,9 @@ class MetricsCollector(Collector):
         sinks = SinkCursors(database).list_lags(EventSettings().sinks, now_ms())
         help_text = "Age of the oldest event that a sink has not received."
         yield _gauge("slotkeeper_event_lag_seconds", help_text, ["sink"], ((lag.sink, lag.seconds) for lag in sinks))
+        unfinished = Counter(batch.shown_state for batch in Batches(database).list_unfinished())
+        counts = [(state, unfinished[state]) for state in ("open", "active", "paused")]
+        yield _gauge("slotkeeper_batches", "Batches of lines that have not ended.", ["state"], counts)
         quarantined = gauges.count_quarantined_slots(database)
         label_of = _model_labels(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()

@@ -3,7 +3,7 @@
 `POST /batches` with NDJSON is answered by three views of Flask, as if the client had called each: it creates the batch,
 adds its lines, one chunk after another, and closes it.  A chunk that gets 429 is sent again after its Retry-After;
 nothing is read from the client meanwhile, so TCP slows it down.  Any other refusal ends the request with that refusal;
-what was stored before it stays, and the same request, with its Idempotency-Key, goes on there.
+lines before it stay accepted, and the same request, with its Idempotency-Key, goes on there.
 """
 
 import asyncio

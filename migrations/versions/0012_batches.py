@@ -1,4 +1,4 @@
-"""Batches have a row of their own, with the number of lines received, and an index counts their jobs by state.
+"""A row for each batch, with the number of lines received, and an index that counts its jobs by state.
 
 Each batch that is there gets a row.  Processes of the release before submit batches without one: they work, but lists
 do not show them.

@@ -38,7 +38,7 @@ def close(dispatcher: Dispatcher, batches: Batches, batch: Batch, lines: int, wi
 def set_paused(dispatcher: Dispatcher, batches: Batches, batch: Batch, is_paused: bool, within_s: float) -> Batch:
     """Start no more lines of a batch, or go on.  Returns the batch as it is afterwards.
 
-    What runs goes on.  Raises Conflict: it has ended, or is no batch of lines.
+    Jobs that run go on.  Raises Conflict: it has ended, or is no batch of lines.
     """
     word = "pause" if is_paused else "resume"
     if batch.state is BatchState.NAMED:

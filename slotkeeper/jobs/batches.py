@@ -100,6 +100,13 @@ class Batch:
         return self.is_paused or (self.on_error is OnError.REFUSE and self.state is BatchState.OPEN)
 
     @property
+    def shown_state(self) -> str:
+        """Return the state of a batch that has not ended: open, active or paused."""
+        if self.is_paused:
+            return "paused"
+        return "open" if self.state is BatchState.OPEN else "active"
+
+    @property
     def is_refused(self) -> bool:
         """Whether none of its jobs may run, because a line was refused."""
         return self.on_error is OnError.REFUSE and self.refused > 0
@@ -130,7 +137,7 @@ class BatchProgress:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was known by its jobs, all of which were removed."""
+        """Whether it is named, and all its jobs were removed."""
         return self.batch.state is BatchState.NAMED and not self.by_state
 
     @property

@@ -14,6 +14,7 @@ from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from tasks import services
 from tests.support.api import Api, TimedApi
+from tests.support.batch_lines import CAT, close, create, send
 from tests.support.builders import an_ended_job
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "METRICS_KEY": "mk_only_figures"}])
@@ -88,6 +89,22 @@ def test_what_waits_is_told_by_model_and_priority_with_the_age_of_the_oldest(api
     assert found['slotkeeper_queue_jobs{model="flux",priority="2"}'] == 2
     assert found['slotkeeper_queue_jobs{model="flux",priority="7"}'] == 1
     assert 0 <= found['slotkeeper_oldest_job_age_seconds{model="flux",priority="2"}'] < 60
+
+
+def test_batches_that_have_not_ended_are_counted_by_state(api: Api) -> None:
+    api.model()
+    create(api)
+    close(api, create(api), 0)  # without lines, so that it has ended
+    paused, closed = create(api), create(api)
+    send(api, closed, [CAT])
+    close(api, closed, 1)
+    api.client.post(f"/batches/{paused}/pause")
+    found = _figures(api)
+    assert {state: found[f'slotkeeper_batches{{state="{state}"}}'] for state in ("open", "active", "paused")} == {
+        "open": 1,
+        "active": 1,
+        "paused": 1,
+    }
 
 
 def test_what_has_happened_is_told_as_sums_and_histograms(api: Api) -> None:

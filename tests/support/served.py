@@ -1,4 +1,4 @@
-"""The API behind a server of its own, for what needs a real connection."""
+"""The API behind a separate server, for tests that need a real connection."""
 
 import socket
 from collections.abc import Iterator

@@ -406,12 +406,13 @@ def _cut(lines: Iterable[Mapping[str, Any] | bytes]) -> Iterator[list[bytes]]:
     chunk, size = list[bytes](), 0
     for line in lines:
         text = line.strip() if isinstance(line, bytes) else json.dumps(line).encode()
-        if text:
-            chunk.append(text)
-            size += len(text)
-        if len(chunk) == _CHUNK_LINES or size >= _CHUNK_BYTES:
+        if not text:
+            continue
+        if chunk and (len(chunk) == _CHUNK_LINES or size + len(text) > _CHUNK_BYTES):
             yield chunk
             chunk, size = [], 0
+        chunk.append(text)
+        size += len(text)
     if chunk:
         yield chunk
 

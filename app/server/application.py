@@ -18,7 +18,7 @@ from app.server.event_feed import EventFeed
 from app.server.event_stream import EventStream
 from app.server.fair_pool import ClientGone, FairPool, QueueFull, TurnLate
 from app.server.http_protocol import DISCARD_S, EXTENSION, ConnectionLimits, LimitedHttpProtocol
-from app.server.line_stream import LineCutter, is_line_stream, take_lines
+from app.server.line_stream import LineCutter, is_line_stream, is_lines_path, take_lines
 from app.server.wsgi import Refusal, Response, Wsgi, build_environ, call_wsgi
 from routing.progress import ProgressFollower
 from slotkeeper.db import Database
@@ -31,6 +31,7 @@ _TICK_S = 1.0
 _HEAVY_BYTES = 256 << 10  # bytes; a larger body takes long to parse
 _PUSH_PATH, _PAGE_PATH = "/tasks/callback/", "/page/"
 _KEYLESS = ("/health/", _PUSH_PATH, "/docs", "/openapi.json", _PAGE_PATH)  # /page/ contains the log-in form.
+_SLOWEST_BYTES = 1 << 10  # of lines, within `body_timeout_s`: a client may make them as it sends them
 _MAX_ANONYMOUS_BYTES = 2048  # The log-in form has two short fields.
 
 
@@ -178,18 +179,30 @@ class WebApplication:
             request.environ = {**head, **given, "CONTENT_LENGTH": str(len(body))}
             request.body += body
             request.key_s = 0.0
-            return await self._call_in_thread(self._pool_for(request), request)
+            try:
+                return await self._call_in_thread(self._pool_for(request), request)
+            except Refusal as refusal:
+                return refusal.response(path)
 
         request.close = not request.is_complete
-        chunks = self._iter_chunks(request)
-        async with aclosing(chunks):
-            return await take_lines(call, head["QUERY_STRING"], chunks, lambda: not request.connection.has_disconnected)
+        with self.streams.take(request.owner.account) as has_place:
+            if not has_place:
+                raise Refusal(429, "too_many_streams", "Too many of your streams are open; close some of them.", 5)
+            async with aclosing(self._iter_chunks(request)) as chunks:
+                connection = request.connection
+                return await take_lines(call, head["QUERY_STRING"], chunks, lambda: not connection.has_disconnected)
 
     async def _iter_chunks(self, request: HttpRequest) -> AsyncGenerator[list[bytes]]:
         """Yield the lines of the body, some at a time.  Raises Refusal, ClientGone."""
         cutter, clock = LineCutter(self.settings.max_body_bytes), asyncio.get_running_loop()
+        received, waited_s = 0, 0.0  # without the time in which lines are accepted
         while not request.is_complete:
-            message = await self._receive_part(request, clock.time() + self.settings.body_timeout_s)
+            began = clock.time()
+            allowed_s = self.settings.body_timeout_s * (1 + received / _SLOWEST_BYTES) - waited_s
+            late = "The lines did not arrive in time; GET /batches shows how many were received."
+            message = await self._receive_part(request, began + allowed_s, late)
+            waited_s += clock.time() - began
+            received += len(message["body"])
             request.is_complete = not message["more_body"]
             for lines in cutter.feed(message["body"]):
                 yield lines
@@ -210,7 +223,8 @@ class WebApplication:
         )
         while request.has_body and not request.is_complete:
             earned_s = len(request.body) / settings.body_min_rate
-            message = await self._receive_part(request, began + settings.body_timeout_s + earned_s)
+            late = "The request did not arrive in time; nothing was done."
+            message = await self._receive_part(request, began + settings.body_timeout_s + earned_s, late)
             self._reserve_bytes(request, len(message["body"]))
             request.body += message["body"]
             request.is_complete, request.has_body = not message["more_body"], len(request.body) <= limit
@@ -221,14 +235,13 @@ class WebApplication:
             request.environ.pop("HTTP_TRANSFER_ENCODING", None)
             request.body.clear()
 
-    async def _receive_part(self, request: HttpRequest, until: float) -> Any:
-        """Return the next part of the body.  Raises Refusal if it does not come until a time; ClientGone."""
+    async def _receive_part(self, request: HttpRequest, until: float, late: str) -> Any:
+        """Return the next part of the body.  Raises ClientGone; Refusal, with `late`, if it does not come in time."""
         try:
             async with asyncio.timeout_at(until):
                 message = await request.receive()
         except TimeoutError:
-            detail = "The request did not arrive in time; nothing was done."
-            raise Refusal(408, "request_too_slow", detail) from None
+            raise Refusal(408, "request_too_slow", late) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         return message
@@ -246,7 +259,7 @@ class WebApplication:
         path, is_anonymous = request.path, request.owner.kind is OwnerKind.ANONYMOUS
         if is_anonymous and not path.startswith(_PUSH_PATH):
             return min(_MAX_ANONYMOUS_BYTES, self.settings.max_body_bytes)
-        if path == "/queue/submit-batch":
+        if path == "/queue/submit-batch" or is_lines_path(path):
             return self.settings.max_batch_bytes
         if path.startswith(_PAGE_PATH):
             return min(MAX_FORM_BYTES, self.settings.max_body_bytes)

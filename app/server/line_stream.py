@@ -1,9 +1,9 @@
 """Takes a batch's lines from the body of one request, which may be longer than memory should hold.
 
 `POST /batches` with NDJSON is answered by three views of Flask, as if the client had called each: it creates the batch,
-adds its lines, one chunk after another, and closes it.  A chunk that gets 429 is sent again after its Retry-After;
-nothing is read from the client meanwhile, so TCP slows it down.  Any other refusal ends the request with that refusal;
-lines before it stay accepted, and the same request, with its Idempotency-Key, goes on there.
+adds its lines, one chunk after another, and closes it.  A chunk that gets 429 or 503 is sent again after its
+Retry-After; nothing is read from the client meanwhile, so TCP slows it down.  Any other refusal ends the request with
+that refusal; lines before it stay accepted, and the same request, with its Idempotency-Key, goes on there.
 """
 
 import asyncio
@@ -13,16 +13,22 @@ from typing import Any
 import orjson
 
 from app.server.fair_pool import ClientGone
-from app.server.wsgi import Refusal, Response
+from app.server.wsgi import Response
 
 PATH = "/batches"
 CHUNK_LINES, CHUNK_BYTES = 500, 1 << 20
 _NDJSON, _JSON = "application/x-ndjson", "application/json"
 _LONGEST_PAUSE_S = 30.0
+_AGAIN = (429, 503)
 _SHORTEST_PAUSE_S = 0.05
 
 Call = Callable[[str, str, str, bytes], Awaitable[Response]]
 """Calls a view: path, query, content type and body."""
+
+
+def is_lines_path(path: str) -> bool:
+    """Return whether a path is that of a batch's lines, `/batches/{batch}/lines`."""
+    return path.startswith(f"{PATH}/") and path.endswith("/lines")
 
 
 def is_line_stream(environ: dict[str, Any]) -> bool:
@@ -32,7 +38,10 @@ def is_line_stream(environ: dict[str, Any]) -> bool:
 
 
 class LineCutter:
-    """Cuts a body into chunks of whole lines, without empty ones."""
+    """Cuts a body into chunks of whole lines, without empty ones.
+
+    A line that is too long is cut: the view sees that it is longer than it may be, and keeps it as an error.
+    """
 
     def __init__(self, longest: int) -> None:
         """longest: bytes that one line may have."""
@@ -46,13 +55,12 @@ class LineCutter:
         return self._size + len(self._rest)
 
     def feed(self, data: bytes) -> Iterator[list[bytes]]:
-        """Yield the chunks that are complete with this data.  Raises Refusal: a line is too long."""
+        """Yield the chunks that are complete with this data."""
         *whole, rest = data.split(b"\n")
         for part in whole:
-            self._rest += part
+            self._add(part)
             yield from self._end_line()
-        self._rest += rest
-        self._check_length()
+        self._add(rest)
 
     def end(self) -> Iterator[list[bytes]]:
         """Yield the last chunk, if there is one."""
@@ -61,7 +69,6 @@ class LineCutter:
             yield self._take()
 
     def _end_line(self) -> Iterator[list[bytes]]:
-        self._check_length()
         if self._rest.strip():
             self._lines.append(bytes(self._rest))
             self._size += len(self._rest)
@@ -73,10 +80,9 @@ class LineCutter:
         lines, self._lines, self._size = self._lines, [], 0
         return lines
 
-    def _check_length(self) -> None:
-        if len(self._rest) > self._longest:
-            detail = f"A line may have at most {self._longest} bytes; the lines before it were received."
-            raise Refusal(413, "line_too_long", detail)
+    def _add(self, part: bytes) -> None:
+        self._rest += part
+        del self._rest[self._longest + 1 :]
 
 
 async def take_lines(
@@ -84,7 +90,7 @@ async def take_lines(
 ) -> Response:
     """Create a batch, add the lines of all chunks, close it, and return the response to the client.
 
-    query: the head of the batch.  is_wanted: whether the client waits for the response.  Raises Refusal, ClientGone.
+    query: the head of the batch.  is_wanted: whether the client waits for the response.  Raises ClientGone.
     """
     created = await call(PATH, query, _NDJSON, b"")
     if created.status not in (200, 201):
@@ -112,7 +118,7 @@ async def _add(call: Call, path: str, first: int, lines: list[bytes], is_wanted:
     paused_s, left = 0.0, lines
     while left:
         response = await call(f"{path}/lines", f"from={first}", _NDJSON, b"\n".join(left))
-        if response.status == 429 and paused_s < _LONGEST_PAUSE_S:
+        if response.status in _AGAIN and paused_s < _LONGEST_PAUSE_S:
             pause_s = min(max(_retry_after_s(response), _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             paused_s += pause_s
             await asyncio.sleep(pause_s)

@@ -1,12 +1,13 @@
 """Check jobs against all limits, with at most two round trips to Redis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.admission import submit_limits
 from routing.admission.submit_limits import (
+    DEADLINE,
     AdmissionRequest,
     Limit,
     LimitContext,
@@ -19,13 +20,14 @@ from routing.admission.waiting_counts import WaitingCounts
 from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from slotkeeper.errors import Conflict, InvalidJob, TooManyRequests
-from slotkeeper.jobs.values import NewJob
-from slotkeeper.registry.identity import Identity
+from slotkeeper.jobs.values import NewJob, QueuedJob
+from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.usage import SlotTimes
 
 log = structlog.get_logger(__name__)
 
+_QUEUED_FIELDS = ("model", "priority", "tenant", "constraints")
 REFUSALS = (Conflict, InvalidJob, TooManyRequests)
 """What a limit raises."""
 
@@ -52,11 +54,13 @@ class Admission:
         catalog: CatalogSnapshot,
         now_ms: int,
         *,
+        are_lines: bool = False,
         are_held: bool = False,
     ) -> list[LimitStatus]:
         """Check whether all of these jobs, whose models are in the catalog, can be accepted now.
 
-        are_held: they do not enter a queue yet, so that limits on what waits there do not apply.
+        are_lines: of a batch, which expire by its window: they are not refused by an estimate of their starts.
+        are_held: they do not enter a queue yet, so that limits on jobs that wait apply when they are released.
 
         Returns what is left of the sender's rates, and of the slot time of the jobs' tenants.
 
@@ -69,12 +73,38 @@ class Admission:
         if not self._queues.is_unavailable():
             try:
                 if not are_held:
-                    self._run_phase(request, context, Phase.READ)
+                    self._run_phase(request, context, Phase.READ, {DEADLINE.name} if are_lines else ())
                 self._run_phase(request, context, Phase.COUNT)
             except RedisError as error:
                 self._queues.mark_unavailable()
                 log.warning("limits_not_checked", error=str(error))
         return request.statuses
+
+    def check_release(self, held: Sequence[QueuedJob], catalog: CatalogSnapshot, now_ms: int) -> None:
+        """Check whether all of these jobs, which are on hold, may enter their queues now.
+
+        Raises TooManyRequests; InvalidJob: so many at once never may.  A job whose model was removed may: it waits.
+        """
+        new = [
+            NewJob(
+                id=job.id,
+                model=job.model,
+                payload="",
+                priority=job.priority,
+                tenant=job.tenant,
+                constraints=job.constraints,
+            )
+            for job in held
+            if job.model in catalog.models
+        ]
+        if not new or self._queues.is_unavailable():
+            return
+        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
+        try:
+            self._run_phase(AdmissionRequest(new, LOCAL_IDENTITY, now_ms), context, Phase.READ, {DEADLINE.name})
+        except RedisError as error:
+            self._queues.mark_unavailable()
+            log.warning("limits_not_checked", error=str(error))
 
     def find_refusal(self, job: NewJob, sender: Identity, catalog: CatalogSnapshot, now_ms: int) -> InvalidJob | None:
         """Return why this job could never be accepted as it is, as far as that is known without Redis.
@@ -88,9 +118,13 @@ class Admission:
             return refusal
         return None
 
-    def _run_phase(self, request: AdmissionRequest, context: LimitContext, phase: Phase) -> None:
-        """Apply all limits of a phase.  Raises the refusal of the first, in the order of LIMITS."""
-        checks, refused = self._collect_checks(request, context, phase)
+    def _run_phase(
+        self, request: AdmissionRequest, context: LimitContext, phase: Phase, without: Collection[str] = ()
+    ) -> None:
+        """Apply the limits of a phase, without those of these names.  Raises the refusal of the first, in the order of
+        LIMITS.
+        """
+        checks, refused = self._collect_checks(request, context, phase, without)
         due = {n: check for n, (_, check) in enumerate(checks) if not self._queues.is_unavailable(check.fleet)}
         results, failed = self._queues.run_each({n: check.command for n, check in due.items()}) if due else ({}, {})
         for n, error in failed.items():
@@ -119,13 +153,13 @@ class Admission:
             self._queues.mark_unavailable(fleet, error)
 
     def _collect_checks(
-        self, request: AdmissionRequest, context: LimitContext, phase: Phase
+        self, request: AdmissionRequest, context: LimitContext, phase: Phase, without: Collection[str]
     ) -> tuple[list[tuple[Limit, RedisCheck]], tuple[Limit, Exception] | None]:
         """Return the checks of limits up to the first that refuses without Redis, and its refusal."""
         checks: list[tuple[Limit, RedisCheck]] = []
         for limit in submit_limits.LIMITS:
             try:
-                if limit.phase is phase:
+                if limit.phase is phase and limit.name not in without:
                     for check in limit.check(request, context):
                         checks.append((limit, check))
             except REFUSALS as refusal:

@@ -30,7 +30,7 @@ from slotkeeper.registry.policies import POLICIES
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.tenant_limits import NO_LIMITS, RateLimit, TenantLimits
 from slotkeeper.registry.usage import DAY_MS, SlotTime, SlotTimes, month_end_ms, month_start_ms
-from slotkeeper.registry.values import CLOSED_STATES
+from slotkeeper.registry.values import CLOSED_STATES, TenantState
 
 T = TypeVar("T")
 
@@ -234,15 +234,22 @@ def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[R
             raise ModelClosed(catalog.closed[model.name].explain(), model=model.name, state="removing")
         for kind, name, owner in (("Model", job.model, model), ("Tenant", job.tenant, catalog.tenants.get(job.tenant))):
             if owner is not None and owner.state in CLOSED_STATES:
-                because = f" ({owner.reason})" if owner.reason else ""
                 raise Conflict(
-                    f"{kind} {name!r} is {owner.state}{because}: no new jobs are accepted until an operator resumes "
-                    "it.",
-                    model=job.model,
-                    tenant=job.tenant,
-                    state=owner.state,
+                    _explain_closed(kind, name, owner), model=job.model, tenant=job.tenant, state=owner.state
                 )
     return ()
+
+
+def explain_closed_model(catalog: CatalogSnapshot, model: Model) -> str | None:
+    """Return why a model accepts no jobs now; None: it does."""
+    if catalog.is_being_removed(model.name):
+        return catalog.closed[model.name].explain()
+    return _explain_closed("Model", model.name, model) if model.state in CLOSED_STATES else None
+
+
+def _explain_closed(kind: str, name: str, owner: Model | TenantState) -> str:
+    because = f" ({owner.reason})" if owner.reason else ""
+    return f"{kind} {name!r} is {owner.state}{because}: no new jobs are accepted until an operator resumes it."
 
 
 # -- time of slots -------------------------------------------------------------------------------------------------
@@ -517,6 +524,7 @@ def _rate_status(bucket: RateBucket, answer: RateAnswer) -> LimitStatus:
     return LimitStatus(bucket.name.partition(":")[0], bucket.burst, window_s, answer.left, math.ceil(spent_ms / 1000))
 
 
+DEADLINE = Limit("deadline", Phase.READ, check_deadlines)
 LIMITS: tuple[Limit, ...] = (
     Limit("allowed", Phase.LOCAL, check_allowed),
     Limit("placed", Phase.LOCAL, check_servers),
@@ -525,7 +533,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("waiting", Phase.READ, check_tenant_waiting),
     Limit("capacity", Phase.READ, check_capacity),
     Limit("variety", Phase.READ, check_constraints),
-    Limit("deadline", Phase.READ, check_deadlines),
+    DEADLINE,
     Limit("rate", Phase.COUNT, check_rate),
 )
 """In the order in which they apply; a client gets the first that refuses."""

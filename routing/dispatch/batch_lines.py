@@ -13,10 +13,11 @@ from pydantic import Field, ValidationError
 
 from routing.admission.job_request import JobRequest
 from routing.admission.submission import Submission, not_before_ms, prepare_job
-from routing.admission.submit_limits import LimitStatus
+from routing.admission.submit_limits import LimitStatus, explain_closed_model
 from routing.dispatch.dispatcher import Dispatcher, queued_job
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
+from slotkeeper.db.schema import storable_text
 from slotkeeper.db.time_limits import time_limit
 from slotkeeper.errors import Conflict, InvalidJob, InvalidRequest
 from slotkeeper.jobs.batch_ids import MAX_LINES, line_job_id
@@ -28,6 +29,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 _TRIES = 3
 _MESSAGES = {"missing": "is missing; send it", "extra_forbidden": "is not known; remove it"}
 MAX_CUSTOM_ID = 200
+_MAX_MESSAGE, _MAX_FIELD = 1000, 100  # characters of what is kept of an error
 INHERITED = ("model", "priority", "constraints", "labels", "environment", "on_failure", "expected_output", "ttl")
 """Fields that a line has from the head of its batch, unless it has its own."""
 
@@ -163,6 +165,8 @@ def _prepare(
                 raise value
             submission = make_submission(batch, line, value, now_ms, traceparent)
             model = catalog.resolve(submission.request.model)
+            if closed := explain_closed_model(catalog, model):
+                raise InvalidJob("model", closed)
             job = prepare_job(submission, model, dispatcher.check_url, now_ms, environment)
         except InvalidRequest as error:
             errors.append(_line_error(line, error, value))
@@ -214,8 +218,14 @@ def read_line(value: Any, head: Mapping[str, Any]) -> BatchLine:
 
 def _line_error(line: int, error: InvalidRequest, value: LineValue) -> LineError:
     custom_id = value.get("custom_id") if isinstance(value, dict) else None
-    known = custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_CUSTOM_ID else None
-    return LineError(line, error.code, error.detail, error.field, known)
+    known = custom_id if isinstance(custom_id, str) else ""
+    return LineError(
+        line,
+        error.code,
+        storable_text(error.detail, _MAX_MESSAGE),
+        storable_text(error.field, _MAX_FIELD),
+        storable_text(known, MAX_CUSTOM_ID) or None,
+    )
 
 
 # -- limits ------------------------------------------------------------------------------------------------------
@@ -234,7 +244,9 @@ def _admit(
     while waiting:
         chosen = [jobs[index] for index in waiting]
         try:
-            rates = admission.check(chosen, sender, catalog, now_ms, are_held=all(job.is_held for job in chosen))
+            rates = admission.check(
+                chosen, sender, catalog, now_ms, are_lines=True, are_held=all(job.is_held for job in chosen)
+            )
         except InvalidJob as error:
             at = error.facts.get("index")
             if isinstance(at, int):

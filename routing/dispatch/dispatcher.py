@@ -328,19 +328,19 @@ class Dispatcher:
         After `within_s` the rest is left to the next call.
         """
         until, canceled, asked = time.monotonic() + within_s, 0, 0
-        last_seq: int | None = 0
-        while last_seq is not None:
+        is_complete = False
+        while not is_complete:
             now = now_ms()
             quarantine = Quarantine("canceled", now + self.settings.withhold_max_ms)
-            page = self.store.cancel_page_of_batch(batch, tenant, last_seq, now, CANCELED_WAITING, quarantine)
+            page = self.store.cancel_page_of_batch(batch, tenant, now, CANCELED_WAITING, quarantine)
             crash_at("cancel_committed")
             self.withdraw([*(moved.job for moved in page.ended), *page.asked])
             for moved in page.ended:
                 self.notify_ended(moved)
-            canceled, asked, last_seq = canceled + len(page.ended), asked + len(page.asked), page.last_seq
+            canceled, asked, is_complete = canceled + len(page.ended), asked + len(page.asked), page.is_last
             if time.monotonic() >= until:
                 break
-        return BatchCancellation(canceled, asked, is_complete=last_seq is None)
+        return BatchCancellation(canceled, asked, is_complete)
 
     def is_of_older_queue(self, lease: Lease) -> bool:
         """Return whether a newer queue of the fleet was filled since this lease was made: it can start nothing."""

@@ -3,11 +3,11 @@
 Jobs are read by their ids, which follow from the batch and the line.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
-from sqlalchemy import bindparam, select
+from sqlalchemy import bindparam, func, select
 
 from slotkeeper.db import Database
 from slotkeeper.jobs.batch_ids import line_job_id
@@ -19,9 +19,13 @@ from slotkeeper.jobs.terms import decode_terms
 Row: TypeAlias = Any
 
 _AT_ONCE = 200
+_OVERHEAD = 200  # bytes of a line without its result, roughly
+_ARE_THESE = jobs.c.id.in_(bindparam("p_ids", expanding=True))
 _JOBS = select(
-    *(jobs.c[name] for name in ("id", "state", "result", "error_code", "error_message", "terms", "server", "attempt"))
-).where(jobs.c.id.in_(bindparam("p_ids", expanding=True)))
+    *(jobs.c[name] for name in ("id", "state", "error_code", "error_message", "terms")),
+    func.coalesce(func.length(jobs.c.result), 0).label("size"),
+).where(_ARE_THESE)
+_RESULTS = select(jobs.c.id, jobs.c.result).where(_ARE_THESE)
 
 
 class ResultPage(NamedTuple):
@@ -42,39 +46,60 @@ def read_results(
     last, size, line = min(first + limit, batch.lines), 0, first
     while line < last:
         page = range(line, min(line + _AT_ONCE, last))
-        for line, text in _read(database, batch, page, ended_only):
-            size += len(text)
-            if found and size > max_bytes:
-                return ResultPage(found, line)
-            found.append(text)
+        shown, sizes = _read(database, batch, page, ended_only)
+        fitting = list[int]()
+        for line in page:
+            size += sizes.get(line, 0)
+            if (found or fitting) and size > max_bytes:
+                return ResultPage(found + _texts(database, batch, fitting, shown), line)
+            fitting.append(line)
+        found += _texts(database, batch, fitting, shown)
         line = page.stop
     return ResultPage(found, line if line < batch.lines else None)
 
 
-def _read(database: Database, batch: Batch, page: range, ended_only: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield (line, JSON) of these lines."""
+def _read(
+    database: Database, batch: Batch, page: range, ended_only: bool
+) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+    """Return what is shown of each line but for its result, and the sizes of all."""
     ids = {line_job_id(batch.id, line): line for line in page}
     with database.read() as connection:
         rows = {ids[row.id]: row for row in connection.execute(_JOBS, {"p_ids": list(ids)})}
     errors = {error.line: error for error in Batches(database).list_errors(batch, page[0], page[-1], len(page))}
+    shown, sizes = dict[int, dict[str, Any]](), dict[int, int]()
     for line in page:
         if line in errors:
-            yield line, orjson.dumps(_refused(errors[line]))
-        elif line in rows and not (ended_only and State(rows[line].state) not in FINAL_STATES):
-            yield line, orjson.dumps(_result(line, rows[line]))
+            shown[line] = _refused(errors[line])
         elif line not in rows:
-            yield line, orjson.dumps({"line": line, "job_id": line_job_id(batch.id, line), "status": "removed"})
+            shown[line] = {"line": line, "job_id": line_job_id(batch.id, line), "status": "removed"}
+        elif not ended_only or State(rows[line].state) in FINAL_STATES:
+            shown[line] = _about(line, rows[line])
+            sizes[line] = rows[line].size
+    return shown, {line: sizes.get(line, 0) + _OVERHEAD for line in shown}
 
 
-def _refused(error: LineError) -> Mapping[str, Any]:
+def _texts(database: Database, batch: Batch, lines: Sequence[int], shown: Mapping[int, dict[str, Any]]) -> list[bytes]:
+    """Return the JSON of these lines with their results."""
+    completed = [line_job_id(batch.id, line) for line in lines if shown.get(line, {}).get("status") == State.COMPLETED]
+    with database.read() as connection:
+        results = {row.id: row.result for row in connection.execute(_RESULTS, {"p_ids": completed})}
+    found = []
+    for line in lines:
+        if (about := shown.get(line)) is not None:
+            result = results.get(about["job_id"])
+            if about["status"] == State.COMPLETED:
+                about["result"] = None if result is None else orjson.Fragment(result)
+            found.append(orjson.dumps(about))
+    return found
+
+
+def _refused(error: LineError) -> dict[str, Any]:
     about = {"code": error.code, "message": error.message, "field": error.field}
     return {"line": error.line, "custom_id": error.custom_id, "job_id": None, "status": "refused", "error": about}
 
 
-def _result(line: int, row: Row) -> Mapping[str, Any]:
+def _about(line: int, row: Row) -> dict[str, Any]:
     shown = {"line": line, "custom_id": decode_terms(row.terms).custom_id, "job_id": row.id, "status": row.state}
-    if row.state == State.COMPLETED:
-        return shown | {"result": None if row.result is None else orjson.Fragment(row.result)}
-    if row.error_code is not None:
-        return shown | {"error": {"code": row.error_code, "message": row.error_message}}
+    if row.state != State.COMPLETED and row.error_code is not None:
+        shown["error"] = {"code": row.error_code, "message": row.error_message}
     return shown

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     Integer,
     bindparam,
@@ -34,10 +33,11 @@ from slotkeeper.db.schema import upsert
 from slotkeeper.errors import Conflict, IdempotencyConflict, NotFound, TooManyRequests
 from slotkeeper.jobs import acceptance, events, notifications
 from slotkeeper.jobs.events import WriteAuditEntry
-from slotkeeper.jobs.statements import in_state, select_of_batch, unindexed
+from slotkeeper.jobs.rows import queued_job_from_row
+from slotkeeper.jobs.statements import QUEUED_JOB_COLUMNS, in_state, select_of_batch, unindexed
 from slotkeeper.jobs.states import ACTIVE_STATES, FINAL_STATES, State
 from slotkeeper.jobs.tables import batch_errors, batches, jobs, messages
-from slotkeeper.jobs.values import AcceptedJob, NewJob
+from slotkeeper.jobs.values import AcceptedJob, NewJob, QueuedJob
 
 Row: TypeAlias = Any
 T = TypeVar("T")
@@ -184,7 +184,7 @@ _COUNT_JOBS = CompiledStatement(
 _ANY_ACTIVE = [CompiledStatement(select_of_batch(state).limit(1)) for state in sorted(ACTIVE_STATES)]
 _LAST_END = CompiledStatement(select(func.max(jobs.c.finished_ms)).where(*_IN_BATCH))
 _IS_HELD = in_state(State.DELAYED) & jobs.c.due_ms.is_(None)
-_HELD = select_of_batch(State.DELAYED, bindparam("p_after", type_=BigInteger)).where(jobs.c.due_ms.is_(None))
+_HELD = select_of_batch(State.DELAYED).where(jobs.c.due_ms.is_(None))
 
 
 def add_named(tx: Transaction, tenant: str, batch: str, now_ms: int) -> None:
@@ -330,10 +330,10 @@ class Batches:
 
         return self.database.commit(Write(unit, size=sum(len(job.payload) for job in new)))
 
-    def close(self, batch: Batch, now_ms: int) -> None:
-        """Take no more lines."""
+    def close(self, batch: Batch, now_ms: int) -> bool:
+        """Take no more lines.  Returns False if the batch is not open, or has received lines since it was read."""
         values = {"state": BatchState.CLOSED.value, "closed_ms": now_ms}
-        self._update(batch, values, batches.c.state == BatchState.OPEN.value, batches.c.lines == batch.lines)
+        return self._update(batch, values, batches.c.state == BatchState.OPEN.value, batches.c.lines == batch.lines)
 
     # -- control ---------------------------------------------------------------------------------------------
 
@@ -352,24 +352,34 @@ class Batches:
         was_not = batches.c.paused == int(not is_paused)
         return self._update(batch, values, _UNFINISHED, was_not, write_audit=write_audit)
 
-    def release_page(self, batch: Batch, after_seq: int, now_ms: int, limit: int) -> int | None:
-        """Let jobs on hold be queued, the first accepted first.
+    def list_held(self, batch: Batch, limit: int) -> list[QueuedJob]:
+        """Return jobs on hold, the first accepted first."""
+        with self.database.read() as connection:
+            seqs = connection.execute(_HELD.limit(limit), _params(batch)).scalars().all()
+            if not seqs:
+                return []
+            rows = connection.execute(select(*QUEUED_JOB_COLUMNS).where(jobs.c.seq.in_(seqs)).order_by(jobs.c.seq))
+            return [queued_job_from_row(row) for row in rows]
 
-        Returns the acceptance number of the last of this page; None: there are no more, which is noted.
+    def release(self, batch: Batch, held: Sequence[QueuedJob], now_ms: int) -> bool:
+        """Let jobs on hold be queued, unless the batch has been paused or canceled meanwhile.
+
+        held: those that `list_held` has returned; none: there are none, which is noted.  Returns False if it has been.
         """
+        seqs = [job.seq for job in held]
 
-        def unit(tx: Transaction) -> int | None:
-            page = _HELD.limit(limit).with_for_update()
-            seqs = tx.connection.execute(page, _params(batch) | {"p_after": after_seq}).scalars().all()
-            tx.connection.execute(update(jobs).where(jobs.c.seq.in_(seqs), _IS_HELD).values(due_ms=now_ms))
-            return seqs[-1] if len(seqs) == limit else None
+        def unit(tx: Transaction) -> bool:
+            # Locked, so that the batch is not paused, and gets no further line, before these jobs are released.
+            row = tx.connection.execute(select(batches).where(_IS_BATCH).with_for_update(), _params(batch)).first()
+            if row is None or row.paused or row.cancel_ms is not None:
+                return False
+            if seqs:
+                tx.connection.execute(update(jobs).where(jobs.c.seq.in_(seqs), _IS_HELD).values(due_ms=now_ms))
+            elif row.state == BatchState.CLOSED and not tx.connection.execute(_HELD.limit(1), _params(batch)).first():
+                tx.connection.execute(update(batches).where(_IS_BATCH).values(has_held=0), _params(batch))
+            return True
 
-        last = self.database.write(unit)
-        if last is None:
-            # Not while it is paused again, or lines come that are held.
-            as_read = (batches.c.paused == 0, batches.c.lines == batch.lines)
-            self._update(batch, {"has_held": 0}, batches.c.state == BatchState.CLOSED.value, *as_read)
-        return last
+        return self.database.write(unit)
 
     def end(self, batch: Batch, now_ms: int) -> bool:
         """End a closed batch, with its event and the message for its `callback_url`, if all its jobs have ended."""
@@ -377,8 +387,11 @@ class Batches:
         def unit(tx: Transaction) -> bool:
             params = _params(batch)
             if any(query.fetch_first(tx.connection, params) is not None for query in _ANY_ACTIVE):
+                return False  # It is found by few rows.  On PostgreSQL a job may move between these statements.
+            by_state = _count_jobs(tx.connection, batch)
+            if not by_state.keys() <= FINAL_STATES:
                 return False
-            counts = {state.value: count for state, count in _count_jobs(tx.connection, batch).items()}
+            counts = {state.value: count for state, count in by_state.items()}
             values = {"state": BatchState.ENDED.value, "ended_ms": now_ms, "ends": orjson.dumps(counts).decode()}
             closed = update(batches).where(_IS_BATCH, batches.c.state == BatchState.CLOSED.value).values(**values)
             if not tx.connection.execute(closed, params).rowcount:

@@ -28,7 +28,6 @@ from sqlalchemy import (
     func,
     literal,
     literal_column,
-    or_,
     select,
     text,
     tuple_,
@@ -257,20 +256,12 @@ OVERDUE = {
 }
 ANY_OVERDUE = {dialect: CompiledStatement(query.limit(1)) for dialect, query in OVERDUE.items()}
 
-# IS NOT NULL is redundant, but SQLite uses the partial index only with its condition.
-UNFINISHED_OF_BATCH = (
-    select(jobs.c.seq, jobs.c.state)
-    .where(text("batch IS NOT NULL"), jobs.c.batch == bindparam("p_batch"), jobs.c.seq > bindparam("p_after"))
-    .where(unindexed(jobs.c.tenant) == bindparam("p_tenant"))
-    .where(or_(in_state(State.QUEUED), in_state(State.DELAYED), in_state(State.RUNNING)))
-    .order_by(jobs.c.batch, jobs.c.seq)
-)
-
 
 def select_of_batch(state: State, after: Any = 0) -> Select[Any]:
     """Return a query for the acceptance numbers after `after` of the jobs of a batch in a state, in order.
 
-    A range of the index that has all four columns: of equal columns PostgreSQL might read another index.
+    A range of the index that has all four columns, which SQLite uses only with its condition.  With equal columns
+    PostgreSQL might read another index.
     """
     key = (jobs.c.tenant, jobs.c.batch, jobs.c.state, jobs.c.seq)
     batch = (bindparam("p_tenant", type_=Text), bindparam("p_batch", type_=Text), literal(state.value))
@@ -279,6 +270,14 @@ def select_of_batch(state: State, after: Any = 0) -> Select[Any]:
 
 
 QUEUED_OF_BATCH = select_of_batch(State.QUEUED).where(jobs.c.slot.is_(None))
+UNASKED_OF_BATCH = select_of_batch(State.RUNNING).where(jobs.c.cancel_requested_ms.is_(None))
+DUE_OF_BATCH = select_of_batch(State.DELAYED).where(jobs.c.due_ms <= bindparam("p_now"))
+HOLD_DUE = (
+    update(jobs)
+    .where(jobs.c.seq.in_(bindparam("p_seqs", expanding=True)), in_state(State.DELAYED))
+    .where(jobs.c.due_ms <= bindparam("p_now"))
+    .values(due_ms=None)
+)
 
 JOB_LIST = select(*(column for column in JOB_COLUMNS if column.name not in {"payload", "result", "envelope"}))
 """Jobs without what they carry."""

@@ -83,12 +83,12 @@ class CanceledPage:
     """What came of some jobs of a batch.
 
     ended: those that were waiting.  asked: those that run, and are canceled when their servers have stopped.
-    last_seq: of the last of them; None: the batch has no further unfinished jobs.
+    is_last: the batch has no further ones.
     """
 
     ended: list[Transition]
     asked: list[QueuedJob]
-    last_seq: int | None
+    is_last: bool
 
 
 def _no_entry(_: Transaction, /, **about: str) -> None:
@@ -272,45 +272,44 @@ class JobStore:
         self,
         batch: str,
         tenant: str,
-        after_seq: int,
         now_ms: int,
         error: JobError,
         quarantine: Quarantine,
         limit: int = PAGE,
     ) -> "CanceledPage":
-        """Cancel the waiting jobs among the next `limit` unfinished jobs of a batch, and ask for the running ones.
+        """Cancel up to `limit` waiting jobs of a batch, the first accepted first, and then ask for running ones.
 
-        after_seq: `last_seq` of the page before; 0: the first page.
         quarantine: of the slots of jobs that wait to be resumed, whose servers may still run them.
         """
-        query = statements.UNFINISHED_OF_BATCH.limit(limit).with_for_update()
+        params = {"p_batch": batch, "p_tenant": tenant}
 
         def unit(tx: Transaction) -> CanceledPage:
-            by_state = defaultdict[State, list[int]](list)
-            rows = tx.connection.execute(query, {"p_batch": batch, "p_tenant": tenant, "p_after": after_seq}).all()
-            for row in rows:
-                by_state[State(row.state)].append(row.seq)
-            asked_of = {"p_seqs": by_state.pop(State.RUNNING, []), "p_now": now_ms}
+            ended: list[Transition] = []
+            for state in (State.QUEUED, State.DELAYED):
+                query = statements.select_of_batch(state).limit(limit - len(ended)).with_for_update()
+                seqs = tx.connection.execute(query, params).scalars().all()
+                ended += self._end_many(tx, state, seqs, Reason.CANCEL_REQUESTED, now_ms, error, quarantine)
+            running = statements.UNASKED_OF_BATCH.limit(limit - len(ended)).with_for_update()
+            asked_of = {"p_seqs": tx.connection.execute(running, params).scalars().all(), "p_now": now_ms}
             asked = tx.connection.execute(statements.REQUEST_CANCEL_OF_MANY, asked_of).all()
-            ended = [
-                moved
-                for state, seqs in by_state.items()
-                for moved in self._end_many(tx, state, seqs, Reason.CANCEL_REQUESTED, now_ms, error, quarantine)
-            ]
-            last_seq = rows[-1].seq if len(rows) == limit else None
-            return CanceledPage(ended, [queued_job_from_row(row) for row in asked], last_seq)
+            is_last = len(ended) + len(asked) < limit
+            return CanceledPage(ended, [queued_job_from_row(row) for row in asked], is_last)
 
         return self.database.write(unit)
 
     def hold_page_of_batch(self, batch: str, tenant: str, now_ms: int, limit: int = PAGE) -> list[QueuedJob]:
         """Put queued jobs of a batch on hold, the first accepted first, and return them.
 
-        Not those that keep a slot, on whose servers they may still run.
+        Not those that keep a slot, on whose servers they may still run.  Delayed jobs whose time has come are on hold
+        afterwards, too.
         """
         query = statements.QUEUED_OF_BATCH.limit(limit).with_for_update()
+        params = {"p_batch": batch, "p_tenant": tenant, "p_now": now_ms}
 
         def unit(tx: Transaction) -> list[QueuedJob]:
-            seqs = tx.connection.execute(query, {"p_batch": batch, "p_tenant": tenant}).scalars().all()
+            due = tx.connection.execute(statements.DUE_OF_BATCH.limit(limit).with_for_update(), params).scalars().all()
+            tx.connection.execute(statements.HOLD_DUE, {"p_seqs": due, "p_now": now_ms})
+            seqs = tx.connection.execute(query, params).scalars().all()
             change = _Change(State.QUEUED, Reason.HELD, now_ms, {"p_seqs": seqs})
             return [queued_job_from_row(row) for row in self._apply_to_many(tx, change)]
 

@@ -12,7 +12,7 @@ from slotkeeper.errors import NotFound
 from slotkeeper.jobs.batch_ids import line_job_id, line_of, new_batch_id
 from slotkeeper.jobs.batches import Batch, Batches, require
 from slotkeeper.jobs.states import Reason
-from slotkeeper.jobs.values import new_job_id
+from slotkeeper.jobs.values import JobError, new_job_id
 from tests.support.api import Api, TimedApi
 from tests.support.batch_lines import CAT, close, create, results, send, sent, shown
 from tests.support.ends import end_run_with
@@ -352,6 +352,101 @@ def test_only_a_batch_of_lines_is_paused_and_has_results(api: Api) -> None:
     api.client.post(f"/queue/submit-batch?batch={name}", json=[CAT | {"model": "zimg"}])
     assert api.client.post(f"/batches/{name}/pause").status_code == 409
     assert api.client.get(f"/batches/{name}/results").status_code == 409
+
+
+def test_an_all_or_none_batch_whose_client_has_gone_is_canceled(api: Api) -> None:
+    api.model()
+    batch = create(api, on_error="refuse")
+    sent(api, batch, [CAT])
+    batch_control.drive_all(api.dispatcher, Batches(api.database), 1e-9, 10)
+    assert (shown(api, batch)["status"], shown(api, batch)["by_state"]) == ("ended", {"canceled": 1})
+
+
+def test_jobs_that_were_released_are_held_again_when_the_batch_is_paused(api: Api) -> None:
+    api.model()
+    batch = create(api)
+    api.client.post(f"/batches/{batch}/pause")
+    sent(api, batch, [CAT])
+    batches = Batches(api.database)
+    paused = batch_of(api, batch)
+    assert not batches.release(paused, batches.list_held(paused, 10), now_ms()), "it is paused"
+    batches.set_paused(paused, False, lambda tx, **about: None)
+    assert batches.release(paused, batches.list_held(paused, 10), now_ms())
+    api.client.post(f"/batches/{batch}/pause")
+    promote(api)
+    assert shown(api, batch)["by_state"] == {"delayed": 1}
+    api.client.post(f"/batches/{batch}/resume")
+    assert shown(api, batch)["by_state"] == {"queued": 1}
+
+
+def test_a_batch_whose_lines_are_held_is_known_to_have_such_lines(api: Api) -> None:
+    """Who has found none, and comes to say so after others were held, says nothing."""
+    api.model()
+    batch = create(api)
+    sent(api, batch, [CAT])
+    close(api, batch, 1)
+    before = batch_of(api, batch)
+    api.client.post(f"/batches/{batch}/pause")
+    batches = Batches(api.database)
+    batches.set_paused(before, False, lambda tx, **about: None)
+    assert batches.release(before, [], now_ms())
+    assert batch_of(api, batch).has_held
+    drive(api)
+    assert shown(api, batch)["by_state"] == {"queued": 1}
+
+
+def test_a_revived_job_of_an_ended_batch_runs_although_the_batch_was_paused(api: Api) -> None:
+    api.register()
+    assert api.client.put("/admin/model-configs/zimg", json={"max_retries": 0}).status_code == 200
+    batch = create(api)
+    sent(api, batch, [CAT])
+    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
+    assert task is not None
+    api.client.post(f"/batches/{batch}/pause")
+    close(api, batch, 1)
+    error = JobError("model_error", "out of memory")
+    end_run_with(api.dispatcher, task, Reason.RETRIES_EXHAUSTED, error=error)
+    drive(api)
+    assert shown(api, batch)["status"] == "ended"
+    job = line_job_id(batch, 0)
+    assert api.client.post(f"/admin/dlq/{job}/retry").status_code == 200
+    close(api, batch, 1)
+    drive(api)
+    assert api.job(job).state == "queued" and shown(api, batch)["status"] == "active"
+    answer = api.client.post(f"/batches/{batch}/cancel")
+    assert (answer.status_code, answer.json["canceled"]) == (200, 1)
+
+
+def test_held_lines_enter_their_queue_only_as_far_as_it_may_hold_them(api: Api) -> None:
+    api.model(max_waiting=3)
+    batch = create(api, on_error="refuse")
+    sent(api, batch, [CAT] * 5)
+    close(api, batch, 5)
+    assert shown(api, batch)["by_state"] == {"queued": 3, "delayed": 2}
+    for line in range(2):
+        api.client.post(f"/queue/jobs/{line_job_id(batch, line)}/cancel")
+    drive(api)
+    assert shown(api, batch)["by_state"] == {"queued": 3, "canceled": 2}
+
+
+def test_a_line_of_a_model_that_takes_no_jobs_is_an_error(api: Api) -> None:
+    api.model()
+    api.model("flux")
+    batch = create(api)
+    assert api.client.patch("/admin/models/flux", json={"state": "draining"}).status_code == 200
+    receipt = sent(api, batch, [CAT, CAT | {"model": "flux"}])
+    assert (receipt["accepted"], receipt["refused"]) == (1, 1)
+    assert "draining" in api.client.get(f"/batches/{batch}/errors").json["errors"][0]["message"]
+
+
+def test_what_is_kept_of_a_bad_line_is_short_and_can_be_stored(api: Api) -> None:
+    api.model()
+    batch = create(api)
+    odd, long = b'{"custom_id": "\\ud800x", "payload": {}}', {"k" * 100_000: 1, "payload": {}}
+    sent(api, batch, [odd, b'{"payload": {}, "a\\u0000b": 1}', long])
+    first, second, third = api.client.get(f"/batches/{batch}/errors").json["errors"]
+    assert (first["custom_id"], first["field"], second["field"]) == ("?x", "custom_id", "ab")
+    assert len(third["field"]) <= 100 and len(third["message"]) <= 1000
 
 
 # -- results -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Jobs that came together are found together: listed, counted, canceled; by whoever may see them."""
 
+import re
 from functools import partialmethod
 from typing import Any
 
@@ -209,12 +210,14 @@ def test_looks_at_batches_read_by_their_indexes(store: JobStore) -> None:
     with plans_of(store) as plans:
         (shown,) = batches.list_newest("acme", None, 1)
         batches.read_progress(shown)
-        store.cancel_page_of_batch(name, "acme", 0, T0, JobError("canceled", "x"), Quarantine("canceled", T0))
+        store.cancel_page_of_batch(name, "acme", T0, JobError("canceled", "x"), Quarantine("canceled", T0))
         job_list.find_jobs(store.database, batch=name, tenant="acme", limit=50)
         store.hold_page_of_batch(name, "acme", T0)
-        batches.release_page(shown, 0, T0, 500)
+        batches.release(shown, batches.list_held(shown, 500), T0)
         batches.end(shown, T0)
-    of_batch, of_tenant = "ix_jobs_batch_seq", "ix_jobs_tenant_batch"
-    for plan, index in zip(plans, (of_tenant, of_batch, of_batch, *[of_tenant] * 6), strict=True):
-        assert index in plan, plan
+    keys = re.compile("ix_jobs_tenant_batch|PRIMARY KEY|pk_jobs")
+    listed = plans.pop(4)
+    assert "ix_jobs_batch_seq" in listed, listed
+    for plan in plans:
+        assert keys.search(plan), plan
         assert "SCAN jobs\n" not in plan and "Seq Scan on jobs" not in plan, plan

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from app.server.line_stream import CHUNK_BYTES, CHUNK_LINES, LineCutter
-from app.server.wsgi import Refusal
 from slotkeeper.jobs.batch_ids import line_job_id
 from tests.support.api import Api
 from tests.support.batch_lines import CAT, NDJSON
@@ -69,13 +68,11 @@ def test_a_chunk_is_bounded_in_bytes_too() -> None:
     assert [len(chunk) for chunk in cut([line] * 5, CHUNK_BYTES)] == [2, 2, 1]
 
 
-def test_a_line_that_is_too_long_is_refused_before_it_is_whole() -> None:
+def test_of_a_line_that_is_too_long_only_its_beginning_is_kept() -> None:
     cutter = LineCutter(10)
-    with pytest.raises(Refusal) as refused:
-        list(cutter.feed(b"x" * 11))
-    assert refused.value.status == 413
-    with pytest.raises(Refusal):
-        cut([b"x" * 11 + b"\n"], 10)
+    assert list(cutter.feed(b"x" * 1000)) == [] and cutter.held_bytes == 11
+    assert list(cutter.feed(b"x" * 1000 + b"\nshort\n")) == []
+    assert list(cutter.end()) == [[b"x" * 11, b"short"]]
 
 
 # -- one request -------------------------------------------------------------------------------------------------
@@ -154,14 +151,39 @@ def test_a_refusal_ends_the_request_and_what_was_stored_stays(served: Served) ->
     api = served.api
     api.model()
     assert post(served, lines_of(1), "model=other")[0] == 422
-    longest = served.application.settings.max_body_bytes
-    status, problem = post(served, [*lines_of(CHUNK_LINES), b"x" * (longest + 1)], headers=KEY)
-    assert (status, problem["code"]) == (413, "line_too_long")
+    connection = http.client.HTTPConnection(*served.address, timeout=30)
+    sent_part = b"".join(lines_of(CHUNK_LINES + 1))
+    connection.request("POST", "/batches?model=zimg", sent_part, NDJSON | KEY | {"Content-Length": str(10**6)})
+    eventually(lambda: [batch["next_line"] for batch in batches(api)] == [CHUNK_LINES])
     (batch,) = batches(api)
-    assert (batch["status"], batch["next_line"]) == ("open", CHUNK_LINES)
     api.client.post(f"/batches/{batch['batch']}/cancel")
+    connection.close()
     status, problem = post(served, lines_of(CHUNK_LINES + 1), headers=KEY)
     assert status == 409 and "was canceled" in problem["detail"]
+
+
+def test_a_line_that_is_too_long_is_an_error_of_its_own(served: Served) -> None:
+    served.api.model()
+    longest = served.application.settings.max_body_bytes
+    status, batch = post(served, [*lines_of(1), b"x" * (longest + 100), b"\n", *lines_of(1)])
+    assert (status, batch["jobs"], batch["refused"], batch["next_line"]) == (201, 2, 1, 3)
+    (error,) = served.api.client.get(f"/batches/{batch['batch']}/errors").json["errors"]
+    assert (error["line"], error["message"]) == (1, f"The line has more than {longest} bytes.")
+
+
+def test_a_chunk_may_be_as_large_as_a_batch_of_jobs(served: Served) -> None:
+    """A client may send more in one request of lines than other requests may hold."""
+    api = served.api
+    api.model(max_payload_bytes=8 << 20)
+    settings = served.application.settings
+    assert settings.max_body_bytes < 3 << 20 < settings.max_batch_bytes
+    connection = http.client.HTTPConnection(*served.address, timeout=30)
+    connection.request("POST", "/batches", b'{"model": "zimg"}', {"Content-Type": "application/json"})
+    batch = json.loads(connection.getresponse().read())["batch"]
+    line = json.dumps({"payload": {"text": "x" * (1 << 20)}}).encode()
+    connection.request("POST", f"/batches/{batch}/lines", b"\n".join([line] * 3), NDJSON)
+    assert json.loads(connection.getresponse().read())["accepted"] == 3
+    connection.close()
 
 
 def test_bad_lines_are_errors_and_the_others_run(served: Served) -> None:

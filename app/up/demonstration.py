@@ -58,7 +58,9 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
         return
     from slotkeeper.clock import now_ms
     from slotkeeper.errors import NotFound
+    from slotkeeper.jobs.values import PRIORITY_MOST_URGENT
     from slotkeeper.registry.identity import Scope, Tenant
+    from slotkeeper.registry.tenant_limits import TenantLimits
     from slotkeeper.registry.tenants import Tenants
     from tasks.services import database
 
@@ -70,7 +72,8 @@ def demo_key(settings: AppSettings) -> Iterator[str | None]:
 
     remove_tenant()
     try:
-        yield tenants.add(Tenant(_TENANT), now_ms(), {Scope.OPERATE}).key
+        limits = TenantLimits(most_urgent=PRIORITY_MOST_URGENT)  # It shows an urgent job.
+        yield tenants.add(Tenant(_TENANT), now_ms(), {Scope.OPERATE}, limits=limits).key
     finally:
         remove_tenant()
 

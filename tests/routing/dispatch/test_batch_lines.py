@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
@@ -47,6 +47,7 @@ def stored(batches: Batches, batch: Batch) -> tuple[list[int], list[int]]:
     lines=st.lists(st.booleans(), min_size=1, max_size=12),
     sends=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=12),
 )
+@example(lines=[True, False, True], sends=[(0, 2, False), (2, 1, False), (0, 3, True), (9, 1, False)])
 def test_a_line_is_accepted_once_however_often_it_is_sent(
     stage: Stage, batches: Batches, lines: list[bool], sends: list[tuple[int, int, bool]]
 ) -> None:

@@ -190,7 +190,7 @@ class Client:
 
     def get_batch(self, batch_id: str, patience_s: float = PATIENCE_S) -> Batch:
         """Return the progress of a batch."""
-        return self._batch(self.retry(partial(self.get, f"/batches/{quote(batch_id, safe='')}"), patience_s))
+        return self._batch(self.retry(partial(self.get, _path_of_batch(batch_id)), patience_s))
 
     def wait_for_batch(
         self,
@@ -221,7 +221,7 @@ class Client:
 
     def iter_result_lines(self, batch_id: str, first: int = 0, *, ended: bool = False) -> Iterator[bytes]:
         """Yield the same as JSON texts."""
-        path = f"/batches/{quote(batch_id, safe='')}/results"
+        path = f"{_path_of_batch(batch_id)}/results"
         following: str | None = str(first)
         while following is not None:
             send = partial(self._send, "GET", path, params={"from": following, **({"ended": "true"} if ended else {})})
@@ -231,7 +231,7 @@ class Client:
 
     def iter_batch_errors(self, batch_id: str, first: int = 0) -> Iterator[dict[str, Any]]:
         """Yield why lines of a batch were refused: line, custom_id, code, field, message."""
-        path, following = f"/batches/{quote(batch_id, safe='')}/errors", first
+        path, following = f"{_path_of_batch(batch_id)}/errors", first
         while following is not None:
             page = self.get(path, **{"from": following, "limit": 1000})
             yield from page["errors"]
@@ -239,7 +239,7 @@ class Client:
 
     def cancel_batch(self, batch_id: str, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Cancel all jobs of a batch that have not ended, and return how many were `canceled` and are `canceling`."""
-        path = f"/batches/{quote(batch_id, safe='')}/cancel"
+        path = f"{_path_of_batch(batch_id)}/cancel"
         total = {"canceled": 0, "canceling": 0, "remaining": 1}
         while total["remaining"]:
             done = self.retry(partial(self.post, path), patience_s)
@@ -415,6 +415,10 @@ def _cut(lines: Iterable[Mapping[str, Any] | bytes]) -> Iterator[list[bytes]]:
         size += len(text)
     if chunk:
         yield chunk
+
+
+def _path_of_batch(batch_id: str) -> str:
+    return f"/batches/{quote(batch_id, safe='')}"
 
 
 def _path_of(job_id: str) -> str:

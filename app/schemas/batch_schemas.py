@@ -36,8 +36,8 @@ class _OwnFields(Schema):
     )
     window: str | None = Field(
         None,
-        description="Time within which the batch should end, such as `24h`, at most `14d`: what has not started by "
-        "then expires, and the priority is 9 if none is given.",
+        description="Time within which the batch should end, such as `24h`, at most `14d`: jobs that have not started "
+        "by then expire, and the priority is 9 if none is given.",
         json_schema_extra={"pattern": f"^{_WINDOW.pattern}$"},
     )
     callback_url: str | None = Field(

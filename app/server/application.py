@@ -236,7 +236,7 @@ class WebApplication:
             request.body.clear()
 
     async def _receive_part(self, request: HttpRequest, until: float, late: str) -> Any:
-        """Return the next part of the body.  Raises ClientGone; Refusal, with `late`, if it does not come in time."""
+        """Return the next part of the body.  Raises ClientGone; Refusal with the text `late` if it takes too long."""
         try:
             async with asyncio.timeout_at(until):
                 message = await request.receive()

@@ -12,12 +12,13 @@ from typing import Any
 
 import orjson
 
+from app.request_json import NDJSON
 from app.server.fair_pool import ClientGone
 from app.server.wsgi import Response
 
 PATH = "/batches"
 CHUNK_LINES, CHUNK_BYTES = 500, 1 << 20
-_NDJSON, _JSON = "application/x-ndjson", "application/json"
+_JSON = "application/json"
 _LONGEST_PAUSE_S = 30.0
 _AGAIN = (429, 503)
 _SHORTEST_PAUSE_S = 0.05
@@ -34,7 +35,7 @@ def is_lines_path(path: str) -> bool:
 def is_line_stream(environ: dict[str, Any]) -> bool:
     """Return whether the body of a request is the lines of a batch."""
     media_type = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
-    return environ["REQUEST_METHOD"] == "POST" and environ["PATH_INFO"] == PATH and media_type == _NDJSON
+    return environ["REQUEST_METHOD"] == "POST" and environ["PATH_INFO"] == PATH and media_type == NDJSON
 
 
 class LineCutter:
@@ -92,7 +93,7 @@ async def take_lines(
 
     query: the head of the batch.  is_wanted: whether the client waits for the response.  Raises ClientGone.
     """
-    created = await call(PATH, query, _NDJSON, b"")
+    created = await call(PATH, query, NDJSON, b"")
     if created.status not in (200, 201):
         return created
     batch = orjson.loads(created.body)
@@ -117,7 +118,7 @@ async def _add(call: Call, path: str, first: int, lines: list[bytes], is_wanted:
     """Add a chunk, again after each 429, and return the refusal; None: all its lines were received."""
     paused_s, left = 0.0, lines
     while left:
-        response = await call(f"{path}/lines", f"from={first}", _NDJSON, b"\n".join(left))
+        response = await call(f"{path}/lines", f"from={first}", NDJSON, b"\n".join(left))
         if response.status in _AGAIN and paused_s < _LONGEST_PAUSE_S:
             pause_s = min(max(_retry_after_s(response), _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             paused_s += pause_s

@@ -27,7 +27,6 @@ from slotkeeper.registry.usage import SlotTimes
 
 log = structlog.get_logger(__name__)
 
-_QUEUED_FIELDS = ("model", "priority", "tenant", "constraints")
 REFUSALS = (Conflict, InvalidJob, TooManyRequests)
 """What a limit raises."""
 
@@ -67,17 +66,10 @@ class Admission:
         Raises Conflict if the model or tenant accepts no jobs; TooManyRequests, with the time to wait; InvalidJob if a
         job could never be accepted as it is.
         """
-        request = AdmissionRequest(new, sender, now_ms)
-        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
+        request, context = AdmissionRequest(new, sender, now_ms), self._context(catalog)
         self._run_phase(request, context, Phase.LOCAL)
-        if not self._queues.is_unavailable():
-            try:
-                if not are_held:
-                    self._run_phase(request, context, Phase.READ, {DEADLINE.name} if are_lines else ())
-                self._run_phase(request, context, Phase.COUNT)
-            except RedisError as error:
-                self._queues.mark_unavailable()
-                log.warning("limits_not_checked", error=str(error))
+        phases = (Phase.COUNT,) if are_held else (Phase.READ, Phase.COUNT)
+        self._run_redis_phases(request, context, phases, {DEADLINE.name} if are_lines else ())
         return request.statuses
 
     def check_release(self, held: Sequence[QueuedJob], catalog: CatalogSnapshot, now_ms: int) -> None:
@@ -97,26 +89,36 @@ class Admission:
             for job in held
             if job.model in catalog.models
         ]
-        if not new or self._queues.is_unavailable():
-            return
-        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
-        try:
-            self._run_phase(AdmissionRequest(new, LOCAL_IDENTITY, now_ms), context, Phase.READ, {DEADLINE.name})
-        except RedisError as error:
-            self._queues.mark_unavailable()
-            log.warning("limits_not_checked", error=str(error))
+        if new:
+            request = AdmissionRequest(new, LOCAL_IDENTITY, now_ms)
+            self._run_redis_phases(request, self._context(catalog), (Phase.READ,), {DEADLINE.name})
 
     def find_refusal(self, job: NewJob, sender: Identity, catalog: CatalogSnapshot, now_ms: int) -> InvalidJob | None:
         """Return why this job could never be accepted as it is, as far as that is known without Redis.
 
         Raises as `check`.
         """
-        context = LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
         try:
-            self._run_phase(AdmissionRequest([job], sender, now_ms), context, Phase.LOCAL)
+            self._run_phase(AdmissionRequest([job], sender, now_ms), self._context(catalog), Phase.LOCAL)
         except InvalidJob as refusal:
             return refusal
         return None
+
+    def _context(self, catalog: CatalogSnapshot) -> LimitContext:
+        return LimitContext(catalog, self._queues, self._settings, self._slot_times, self._waiting)
+
+    def _run_redis_phases(
+        self, request: AdmissionRequest, context: LimitContext, phases: Sequence[Phase], without: Collection[str]
+    ) -> None:
+        """Apply phases that need Redis; none while it is unavailable.  Raises as `_run_phase`."""
+        if self._queues.is_unavailable():
+            return
+        try:
+            for phase in phases:
+                self._run_phase(request, context, phase, without)
+        except RedisError as error:
+            self._queues.mark_unavailable()
+            log.warning("limits_not_checked", error=str(error))
 
     def _run_phase(
         self, request: AdmissionRequest, context: LimitContext, phase: Phase, without: Collection[str] = ()

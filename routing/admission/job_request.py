@@ -137,10 +137,10 @@ class JobRequest(BaseModel):
         examples=[{"gpu": ["A100", "H100"], "memory": {"min": 40}, "region": "eu"}],
     )
     labels: Annotated[
-        _Labels, Given("option", "--label", "NAME=VALUE", "Label by which jobs are found again; repeat it.")
+        _Labels, Given("option", "--label", "NAME=VALUE", "Label of the job, for lists of jobs; repeat it.")
     ] = Field(
         None,
-        description="Names and texts by which the client finds its jobs again; they change nothing.",
+        description="Names and texts that lists of jobs can be limited to; they have no other effect.",
         examples=[{"team": "search", "run": "7"}],
     )
     environment: Annotated[

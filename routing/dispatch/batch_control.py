@@ -8,7 +8,7 @@ import random
 import time
 from collections import deque
 
-from routing.dispatch.batch_lines import MissingLines
+from routing.dispatch.batch_lines import require_lines
 from routing.dispatch.dispatcher import BatchCancellation, Dispatcher
 from slotkeeper import audit
 from slotkeeper.clock import clock, now_ms
@@ -25,9 +25,7 @@ def close(dispatcher: Dispatcher, batches: Batches, batch: Batch, lines: int, wi
 
     A batch that is closed already stays so.  Raises MissingLines: they have not all been received; Conflict: more have.
     """
-    if lines > batch.lines:
-        detail = f"Batch {batch.id!r} has {batch.lines} lines; send those from {batch.lines} on first."
-        raise MissingLines(detail, batch=batch.id, next_line=batch.lines)
+    require_lines(batch, lines)
     if lines < batch.lines:
         detail = f"Batch {batch.id!r} has {batch.lines} lines, not {lines}; close it with lines={batch.lines}."
         raise Conflict(detail, batch=batch.id, next_line=batch.lines)
@@ -72,7 +70,7 @@ def cancel(dispatcher: Dispatcher, batches: Batches, batch: Batch, within_s: flo
 
 
 def drive_all(dispatcher: Dispatcher, batches: Batches, open_s: float, within_s: float) -> None:
-    """Go on with what is wanted of each batch, the oldest first, and close those whose clients have gone.
+    """Go on with what is wanted of each batch, and close those whose clients have gone.
 
     open_s: an open batch that has received no line for so long is closed, or, if it is all or none, canceled.  Batches
     take turns, in another order each time, so that none keeps the others waiting.  After `within_s` the rest is left to

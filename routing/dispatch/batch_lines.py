@@ -82,12 +82,14 @@ def add_lines(
     InvalidRequest: the batch is too long; ModelClosed, DatabaseUnavailable, CommitUnknown.
     """
     with time_limit(dispatcher.store.database.limits.request_s):
-        for _ in range(_TRIES - 1):
+        tries = 1
+        while True:
             try:
                 return _add(dispatcher, batches, batch, first, values, sender, traceparent)
             except BatchMoved:
-                batch = require(batches.get(batch.tenant, batch.id), batch.id)
-        return _add(dispatcher, batches, batch, first, values, sender, traceparent)
+                if tries == _TRIES:
+                    raise
+                tries, batch = tries + 1, require(batches.get(batch.tenant, batch.id), batch.id)
 
 
 def _add(
@@ -99,9 +101,7 @@ def _add(
     sender: Identity,
     traceparent: str | None,
 ) -> ChunkReceipt:
-    if first > batch.lines:
-        detail = f"Batch {batch.id!r} has {batch.lines} lines; send those from {batch.lines} on first."
-        raise MissingLines(detail, batch=batch.id, next_line=batch.lines)
+    require_lines(batch, first)
     known = min(batch.lines - first, len(values))
     values, first = values[known:], first + known
     if not values:
@@ -119,7 +119,7 @@ def _add(
         if len(admitted) + len(refused) < len(new):  # The others come with the next chunk.
             count = new[len(admitted) + len(refused)][0] - first
         new = [new[index] for index in admitted]
-    errors = sorted((error for error in errors if error.line < first + count), key=lambda error: error.line)
+    errors = [error for error in errors if error.line < first + count]
     jobs = [job for _, job in new]
     accepted = batches.accept_lines(batch, first, count, jobs, errors, now)
     crash_at("batch_chunk_committed")
@@ -127,6 +127,13 @@ def _add(
     dispatcher.enqueue(entering, new=True)
     moved = replace(batch, lines=first + count, refused=batch.refused + len(errors), changed_ms=now)
     return ChunkReceipt(moved, len(jobs), len(errors), known, rates)
+
+
+def require_lines(batch: Batch, lines: int) -> None:
+    """Raise MissingLines unless so many lines of the batch have been received."""
+    if lines > batch.lines:
+        detail = f"Batch {batch.id!r} has {batch.lines} lines; send those from {batch.lines} on first."
+        raise MissingLines(detail, batch=batch.id, next_line=batch.lines)
 
 
 def _check_takes_lines(batch: Batch, lines: int, most: int) -> None:

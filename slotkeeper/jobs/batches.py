@@ -346,11 +346,11 @@ class Batches:
         }
         self._update(batch, values, _UNFINISHED, write_audit=write_audit)
 
-    def set_paused(self, batch: Batch, is_paused: bool, write_audit: WriteAuditEntry) -> bool:
-        """Start no more lines, or go on.  Returns False if it was so before, or the batch has ended."""
+    def set_paused(self, batch: Batch, is_paused: bool, write_audit: WriteAuditEntry) -> None:
+        """Start no more lines, or go on, unless the batch has ended."""
         values = {"paused": int(is_paused)} | ({"has_held": 1} if is_paused else {})
         was_not = batches.c.paused == int(not is_paused)
-        return self._update(batch, values, _UNFINISHED, was_not, write_audit=write_audit)
+        self._update(batch, values, _UNFINISHED, was_not, write_audit=write_audit)
 
     def list_held(self, batch: Batch, limit: int) -> list[QueuedJob]:
         """Return jobs on hold, the first accepted first."""

@@ -93,8 +93,8 @@ MUTANTS = [
     ),
     Mutant(
         "lines of a batch are received although some before them are missing",
-        "routing.dispatch.batch_lines:_add",
-        never("first > batch.lines"),
+        "routing.dispatch.batch_lines:require_lines",
+        never("lines > batch.lines"),
         kills=["test_a_line_is_accepted_once_however_often_it_is_sent"],
         breaks="BATCH-1",
         still="test_lines_become_jobs_with_what_they_inherit",

@@ -7,6 +7,7 @@ from app import context, metrics, problems, request_deadline, request_json
 from app.api import (
     audit_views,
     batch_views,
+    credit_views,
     job_views,
     key_views,
     model_views,
@@ -45,6 +46,8 @@ _APIS: tuple[APIBlueprint, ...] = (
     tenant_views.secrets_api,
     key_views.api,
     usage_views.api,
+    credit_views.api,
+    credit_views.admin_api,
     job_views.dlq_api,
     operation_views.ledger_api,
     audit_views.api,

@@ -29,6 +29,7 @@ from slotkeeper.jobs.batches import Batches
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.api_keys import ApiKeys
+from slotkeeper.registry.credit_accounts import Account, CreditAccounts
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from tasks.config import EventSettings, TaskSettings
 from tasks.extensions.transport import count_unacknowledged
@@ -127,6 +128,12 @@ class MetricsCollector(Collector):
         unfinished = Counter(batch.shown_state for batch in Batches(database).list_unfinished())
         counts = [(state, unfinished[state]) for state in ("open", "active", "paused")]
         yield _gauge("slotkeeper_batches", "Batches of lines that have not ended.", ["state"], counts)
+        yield _gauge(
+            "slotkeeper_credits",
+            "Micro-credits of tenants with an account.",
+            ["tenant", "account"],
+            _credit_sums(CreditAccounts(database).list_all()),
+        )
         quarantined = gauges.count_quarantined_slots(database)
         label_of = _model_labels(self._dispatcher.catalog.get())
         by_model: Counter[tuple[str, str]] = Counter()
@@ -255,6 +262,15 @@ def _by_host(workers: Iterable[Process], fact: str) -> Counter[str]:
         host = worker.host if worker.host in sums or len(sums) < MAX_MODEL_LABELS else OTHER_MODELS
         sums[host] += int(worker.facts.get(fact) or 0)
     return sums
+
+
+def _credit_sums(accounts: Sequence[Account]) -> Iterable[tuple[tuple[str, str], int]]:
+    """Return (tenant, account) -> sum of the balances."""
+    label_of, sums = _limit_labels([account.tenant for account in accounts]), Counter[tuple[str, str]]()
+    for account in accounts:
+        for name in ("available", "held", "spent"):
+            sums[label_of(account.tenant), name] += getattr(account, name)
+    return sums.items()
 
 
 def _sum_by_fleet(catalog: CatalogSnapshot, values: Iterable[tuple[str, int]]) -> Counter[str]:

@@ -22,6 +22,7 @@ from slotkeeper.errors import (
     Conflict,
     DatabaseUnavailable,
     IdempotencyConflict,
+    InsufficientCredits,
     InvalidRequest,
     JobNotFound,
     NotFound,
@@ -42,6 +43,7 @@ _MAX_TEXT_CHARS = 500
 # The first matching class applies.
 _STATUS: tuple[tuple[type[SlotkeeperError], int], ...] = (
     (Unauthorized, 401),
+    (InsufficientCredits, 402),
     (ScopeMissing, 403),
     (InvalidRequest, 422),
     (IdempotencyConflict, 409),

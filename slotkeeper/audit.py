@@ -30,7 +30,8 @@ ACTIONS = frozenset(
         *(f"batch.{word}" for word in ("cancel", "pause", "resume")),
         *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.keep"),
-        *("defaults.set", "defaults.remove"),
+        *("defaults.set", "defaults.remove", "price.set"),
+        *(f"credit.{word}" for word in ("open", "close", "grant", "withdraw", "refund")),
         *("key.add", "key.change", "key.rotate", "key.revoke"),
         *("model.configure", "tenant.add", "tenant.change", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),
@@ -128,12 +129,17 @@ def make_entry(
     return AuditEntry(row)
 
 
-def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transaction], T | SlotkeeperError]) -> T:
+def commit_audited(
+    database: Database,
+    entry: AuditEntry,
+    unit: Callable[[Transaction], T | SlotkeeperError],
+    locks: frozenset[str] = frozenset(),
+) -> T:
     """Run a unit, and write the entry in its transaction if the unit changed something.
 
     A unit that changed nothing returns a false value, or a SlotkeeperError to refuse (slotkeeper.db.Write).
 
-    Returns what the unit returned.  Raises as `Database.write`.
+    Returns what the unit returned.  Raises as `Database.write`.  locks: as in `Write`.
     """
 
     def audited(tx: Transaction) -> T | SlotkeeperError:
@@ -142,7 +148,7 @@ def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transa
             entry.write(tx)
         return result
 
-    return database.write(audited)
+    return database.write(audited, locks=locks)
 
 
 def write_entry(database: Database, entry: AuditEntry) -> None:

@@ -108,6 +108,8 @@ class StorageSettings(Settings):
     """How long an event stays in the database.  It stays longer if its job does, or if a sink has not received it."""
     acts_retention_s: int = Field(400 * 86_400, gt=0)
     """How long an act of an operator stays in the database."""
+    transfers_retention_s: int = Field(400 * 86_400, gt=0)
+    """How long each transfer of credits stays in the database; older ones are added up by kind."""
 
     @field_validator("database_url")
     @classmethod

@@ -17,6 +17,7 @@ POINTS = (
     "offer_published",  # the message is sent, the client has no answer
     "batch_chunk_committed",  # a chunk of lines is stored, not in Redis
     "batch_closed",  # the batch has all its lines; those on hold are not released
+    "parts_folded",  # the parts of a tenant's balance are their sum, those of other tenants are not
     "lines_held",  # some queued lines are on hold in the database, still in Redis
     "start_claimed",  # this worker holds the lease, the database says queued
     "start_committed",  # running, nothing sent

@@ -92,6 +92,12 @@ class TooManyRequests(SlotkeeperError):
         self.retry_after_s = retry_after_s
 
 
+class InsufficientCredits(SlotkeeperError):
+    """The tenant has too few credits."""
+
+    code = "insufficient_credits"
+
+
 class DatabaseUnavailable(SlotkeeperError):
     """The database cannot be reached; nothing was stored."""
 

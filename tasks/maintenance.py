@@ -7,6 +7,8 @@ those after it.  No time is compared with beat's clock, which may be wrong.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count as count_up
 
 import structlog
 
@@ -18,7 +20,7 @@ from routing.maintenance.sweep import Sweeper
 from routing.queries.job_counters import EndedJob, EventCounter
 from slotkeeper.clock import clock, now_ms
 from slotkeeper.config import StorageSettings
-from slotkeeper.jobs import ledger
+from slotkeeper.jobs import credits, ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.outbox.retention import EventRetention
 from slotkeeper.outbox.sink_cursors import SinkCursors
@@ -37,6 +39,7 @@ from tasks.security.vault import reseal, reseal_signing_secret
 from tasks.services import (
     batches,
     catalog,
+    credit_accounts,
     database,
     dispatcher,
     process_locks,
@@ -58,7 +61,11 @@ _MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted 
 _COUNT_LIMIT_S = 4.0
 _MIN_PERIOD_SHARE = 0.5  # of a task's period
 
+_TRANSFERS_IN = 5  # One check of invariants in so many adds up all transfers of credits.
+
 _grace = RenewalGrace()
+_checks = count_up()
+_unbalanced: set[invariants.Finding] = set()  # of the last check that did
 
 
 @singleton
@@ -248,6 +255,13 @@ def count() -> None:
         pass
 
 
+@_periodic_task("keep_credits")
+def keep_credits() -> None:
+    """Add up the parts of balances, and write an event for each account that runs low."""
+    credits.fold_all(database())
+    credit_accounts().note_low(now_ms())
+
+
 @_periodic_task("scan_dlq")
 def scan_dlq() -> None:
     """Log how many jobs are dead, and delete jobs that ended before the retention time."""
@@ -258,6 +272,7 @@ def scan_dlq() -> None:
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     batches().delete_old(clock.ago_ms(StorageSettings().retention_s * 1000, now_ms()))
+    credit_accounts().carry_old(clock.ago_ms(StorageSettings().transfers_retention_s * 1000, now_ms()))
     server_descriptions.delete_unused(database(), now_ms())
     usage.delete_old_days(database(), now_ms())
     reseal_secrets()
@@ -285,10 +300,20 @@ def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
 def check_invariants() -> None:
     """Raise the gauges, and an event, for each difference that two looks find."""
     servers = dispatcher().catalog.get().servers.values()
-    findings = invariants.find_violations(dispatcher(), server_checks(), _reaper().state, read_reports(servers))
+    with_transfers = next(_checks) % _TRANSFERS_IN == 0
+    find = partial(
+        invariants.find_violations,
+        *(dispatcher(), server_checks(), _reaper().state),
+        with_transfers=with_transfers,
+    )
+    findings = find(read_reports(servers))
     if findings:
         time.sleep(_RECHECK_DELAY_S)
-        findings &= invariants.find_violations(dispatcher(), server_checks(), _reaper().state, read_reports(servers))
+        findings &= find(read_reports(servers))
+    if with_transfers:
+        _unbalanced.clear()
+        _unbalanced.update(finding for finding in findings if finding.check is invariants.Check.CREDIT)
+    findings |= _unbalanced
     counts = invariants.count_by_check(findings) | {ledger.DIFFERENCE: ledger.read(database()).difference}
     found = [(violation.subject, violation.check) for violation in sorted(findings)]
     ledger.store_findings(database(), counts, found, now_ms())

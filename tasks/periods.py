@@ -14,6 +14,7 @@ PERIODS_S = {
     "check_invariants": 60.0,
     "scan_dlq": 60.0,
     "count": 5.0,
+    "keep_credits": 5.0,
     "tell_due": 5.0,
     "publish_task_events": 30.0,
 }

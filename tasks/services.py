@@ -29,6 +29,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
+from slotkeeper.registry.credit_accounts import CreditAccounts
 from slotkeeper.registry.usage import SlotTimes
 from slotkeeper.registry.webhook_rotations import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
@@ -122,6 +123,11 @@ def store() -> JobStore:
 @singleton
 def batches() -> Batches:
     return Batches(database())
+
+
+@singleton
+def credit_accounts() -> CreditAccounts:
+    return CreditAccounts(database())
 
 
 @singleton

@@ -19,6 +19,7 @@ from app.request_deadline import answered_in_time
 from app.request_json import NDJSON, read_lines
 from app.schemas.batch_schemas import (
     BatchCancelResult,
+    BatchCost,
     BatchHead,
     BatchHeadQuery,
     BatchList,
@@ -42,6 +43,7 @@ from routing.dispatch.batch_lines import INHERITED
 from routing.queries.batch_results import read_results
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, InvalidJob
+from slotkeeper.jobs import credits
 from slotkeeper.jobs.batch_ids import MAX_LINES, new_batch_id
 from slotkeeper.jobs.batches import MAX_UNFINISHED, Batch, BatchState, OnError, require
 from slotkeeper.jobs.values import PRIORITY_LEAST_URGENT
@@ -75,7 +77,7 @@ _PROBE: dict[str, Any] = {"payload": {}}
     responses={
         201: BatchView,
         200: response_of(BatchView, "It was created before"),
-        **problem_responses(409, 413, 415, 422, 429),
+        **problem_responses(402, 409, 413, 415, 422, 429),
     },
     request_body=_HEAD_BODY,
     openapi_extensions=_KEY,
@@ -99,7 +101,7 @@ def create_batch(query: BatchHeadQuery) -> tuple[dict[str, Any], int, dict[str, 
 
 @api.post(
     "/<batch>/lines",
-    responses={200: ChunkResult, **problem_responses(404, 409, 411, 413, 415, 422, 429)},
+    responses={200: ChunkResult, **problem_responses(402, 404, 409, 411, 413, 415, 422, 429)},
     request_body=_LINES_BODY,
 )
 @scope(Scope.SUBMIT)
@@ -109,7 +111,8 @@ def add_lines(path: BatchPath, query: LinesQuery) -> dict[str, Any]:
 
     Lines that were received before are passed over, so a request whose response was lost can be sent again.  A line
     that cannot be accepted is kept as an error and does not stop the others.  429: nothing was stored; try again.
-    409 `lines_missing`: send the lines from `next_line` on first.
+    409 `lines_missing`: send the lines from `next_line` on first.  402: the tenant has too few credits for these lines;
+    nothing was stored.
     """
     batch = visible_batch(path.batch)
     settings = context().settings
@@ -156,6 +159,14 @@ def list_batch_errors(path: BatchPath, query: ErrorsQuery) -> dict[str, Any]:
     found = batches().list_errors(visible_batch(path.batch), query.first, MAX_LINES, query.limit)
     following = found[-1].line + 1 if len(found) == query.limit else None
     return LineErrorList.build(errors=[LineErrorView.build(error) for error in found], next_line=following)
+
+
+@api.get("/<batch>/cost", responses={200: BatchCost, **problem_responses(404)})
+def get_batch_cost(path: BatchPath) -> dict[str, Any]:
+    """Show what the jobs of a batch that are stored cost, in micro-credits."""
+    batch = visible_batch(path.batch)
+    sums = credits.read_cost_of_batch(database(), batch.tenant, batch.id)
+    return BatchCost.build(batch=batch.id, **sums._asdict())
 
 
 @api.get("/<batch>/results", responses={200: None, **problem_responses(404, 409, 422)})

@@ -11,6 +11,7 @@ from app.deferred import WaitForJob, defer
 from app.payloads import read_payload
 from app.problems import printable_text
 from app.request_deadline import answered_in_time
+from app.schemas.credit_schemas import CostView
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
 from app.schemas.job_schemas import (
     AttemptList,
@@ -32,6 +33,7 @@ from app.schemas.job_schemas import (
 )
 from app.watched import keep_watched
 from routing.queries import explain, job_list, short_ids
+from routing.queries.job_cost import read_cost
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
 from slotkeeper.errors import Conflict, JobNotFound
@@ -62,7 +64,13 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
         # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
         defer(request.environ, WaitForJob(job.id, query.wait, gone_s))
     payload = read_payload(job) if query.include else None
-    return JobDetail.build(job, payload=payload, **position_fields(job.state, _position_of(job)))
+    cost = read_cost(dispatcher().store.database, job)
+    return JobDetail.build(
+        job,
+        payload=payload,
+        cost=None if cost is None else CostView.build(cost),
+        **position_fields(job.state, _position_of(job)),
+    )
 
 
 @api.get("", responses={200: JobList, **problem_responses(422)})
@@ -180,7 +188,7 @@ def list_dead(query: DlqQuery) -> dict[str, Any]:
     return JobList.build(jobs=[JobView.build(job) for job in found], next_cursor=encode_job_cursor(found, query.limit))
 
 
-@dlq_api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(404, 409, 415)})
+@dlq_api.post("/<job_id>/retry", responses={200: JobView, **problem_responses(402, 404, 409, 415)})
 @answered_in_time
 def retry_dead(path: JobPath) -> dict[str, Any]:
     """Queue a dead job again, in the order of its acceptance and with new budgets of retries and crashes."""

@@ -29,6 +29,7 @@ from slotkeeper.registry.tenants import PRINTABLE_PATTERN
 _REASONS = {
     400: "The body is not valid JSON",
     401: "No valid key",
+    402: "The tenant has too few credits",
     403: "Not allowed",
     404: "Not found",
     409: "The current state does not allow this",
@@ -160,6 +161,14 @@ def optional_headers(
             for name, text in described.items()
         ]
     }
+
+
+def required_headers(**described: str) -> dict[str, Any]:
+    """The same for headers without which the view refuses the request."""
+    extensions = optional_headers(MAX_KEY_LENGTH, PRINTABLE_PATTERN, 1, **described)
+    for header in extensions[_HEADERS]:
+        header["required"] = True
+    return extensions
 
 
 def openapi_document(app: Flask, require_keys: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _BATCH_KEY = optional_headers(
     _MAX_BATCH_KEY_CHARS,
     Idempotency_Key="Names this batch: if it is sent again within a day, it returns the same jobs.",
 )
-_REFUSALS = problem_responses(400, 409, 413, 415, 422, 429)
+_REFUSALS = problem_responses(400, 402, 409, 413, 415, 422, 429)
 
 
 @api.post("/submit", responses={202: ReceiptView, **_REFUSALS}, openapi_extensions=_KEY)
@@ -66,7 +66,8 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
 
     429: the model's queue is full, or the tenant submits too fast.  422: the model is not registered, the job probably
     cannot start before its deadline, or no server meets its constraints and the model refuses such jobs.  409: the
-    model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.
+    model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.  402: the tenant has too
+    few credits.
     """
     sender, environ = current_identity(), request.environ
     job = submission(body, sender.tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))

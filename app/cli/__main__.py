@@ -4,6 +4,7 @@ import click
 
 from app.cli import (
     batch_commands,
+    credit_commands,
     job_commands,
     key_commands,
     local_commands,
@@ -29,6 +30,7 @@ _GROUPS = (
     webhook_commands,
     tenant_commands,
     key_commands,
+    credit_commands,
 )
 
 

@@ -20,6 +20,7 @@ from app.cli.output import age, api_client, json_option, path_segment, print_fie
 from app.cli.submit_commands import trace_header
 from app.terminal import INTERRUPTED, console, echo, echo_json_text, escape_line
 from slotkeeper.client_errors import ClientError
+from slotkeeper.credit_amounts import format_credits
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -242,6 +243,19 @@ def show_batch(batch: str, as_json: bool) -> None:
     `slotkeeper jobs --batch BATCH` lists its jobs.
     """
     _print_batch(api_client().get(f"/batches/{path_segment(batch)}"), as_json)
+
+
+@batches.command("cost")
+@click.argument("batch")
+@json_option
+def show_cost(batch: str, as_json: bool) -> None:
+    """Show what the jobs of a batch cost, in credits."""
+    answer = api_client().get(f"/batches/{path_segment(batch)}/cost")
+    if as_json:
+        print_json(answer)
+        return
+    held, charged = format_credits(answer["held"]), format_credits(answer["charged"])
+    print_fields({"charged": charged, "held": held, "slot time": f"{answer['slot_ms'] / 1000:,.1f} s"})
 
 
 @batches.command("wait")

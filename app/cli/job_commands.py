@@ -175,6 +175,8 @@ def print_job(job: Job) -> None:
     for name in ("error", "last_error"):
         if job.get(name):
             echo(f"{name.replace('_', ' ')}: {job[name]['code']}: {escape_line(job[name]['message'])}")
+    if job.get("cost"):
+        echo(f"cost: {job['cost']['sentence']}")
     if job.get("payload") is not None:
         echo("payload:")
         print_json(job["payload"])

@@ -28,6 +28,7 @@ MESSAGES = {
     "reset": "The breaker of the server is closed, and its cooldowns have ended.",
     "removed": "Removed.",
     "revoked": "The key is revoked.",
+    "credited": "The transfer is stored.",
     "leaving": "The removal has started; it is done when the remaining jobs have ended.",
     "kept": "The removal is canceled.",
 }
@@ -63,6 +64,7 @@ NAVIGATION = (
     NavItem("Tenants", "/page/tenants"),
     NavItem("Keys", "/page/keys", Scope.KEYS, with_keys=True),
     NavItem("Usage", "/page/usage", Scope.READ, of_tenants=True),
+    NavItem("Credits", "/page/credits", Scope.READ, of_tenants=True),
     NavItem("Webhooks", "/page/webhooks", Scope.READ),
     NavItem("Audit", "/page/audit", Scope.AUDIT),
     NavItem("Settings", "/page/settings"),

@@ -15,6 +15,7 @@ from routing.queries.explain import breaker_reason
 from routing.queries.job_timeline import format_duration
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
+from slotkeeper.credit_amounts import format_credits
 from slotkeeper.registry.identity import by_tenant
 
 _MAX_JSON_CHARS = 20_000
@@ -52,6 +53,7 @@ def _templates() -> Environment:
         "short_id": short_id,
         "number": number,
         "percent": percent,
+        "credits": format_credits,
         "plural": plural,
         "segment": segment,
         "sentence": sentence,

@@ -4,6 +4,7 @@ from flask import Flask
 
 from app.page import (
     admin_pages,
+    credit_pages,
     job_pages,
     key_pages,
     login,
@@ -21,6 +22,7 @@ SCREENS = (
     webhook_pages,
     admin_pages,
     key_pages,
+    credit_pages,
 )
 
 

@@ -178,6 +178,15 @@ class LineErrorList(ResponseSchema):
     next_line: int | None = Field(description="`from` of the next page; null: this is the last one.")
 
 
+class BatchCost(ResponseSchema):
+    """What the jobs of a batch cost, in micro-credits; 0: nothing."""
+
+    batch: str
+    held: int = Field(description="For jobs that have not ended.")
+    charged: int = Field(description="Of jobs that have ended, without refunds.")
+    slot_ms: int = Field(description="The slot time that was charged.")
+
+
 class BatchCancelResult(ResponseSchema):
     """What was done with the jobs that had not ended."""
 

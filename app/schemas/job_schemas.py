@@ -6,6 +6,7 @@ import orjson
 from pydantic import Field
 
 from app.schemas.base import MODEL_NAME, PROVIDED, BodySchema, From, ResponseSchema, Schema, Time, seconds
+from app.schemas.credit_schemas import CostView
 from app.schemas.cursors import BATCH, CURSOR
 from routing.admission.constraints import decode_constraints, environment_of
 from routing.admission.job_request import JobRequest
@@ -236,6 +237,7 @@ class JobDetail(JobView):
         description="With `include=payload`; null: not asked for.  Who operates sees that of another tenant without "
         "what the model's `redact` names, and the audit log notes it."
     )
+    cost: Annotated[CostView | None, PROVIDED] = Field(description="In micro-credits; null: it costs nothing.")
     # Copied as JSON text, without parsing.
     result: Annotated[Any, From(lambda job: None if job.result is None else orjson.Fragment(job.result))]
 

@@ -153,6 +153,11 @@ def unmet_conditions(constraints: str, server: Server, model: str) -> list[str]:
     return [line for line in lines if not _is_met(line, server, model)]
 
 
+def meets_condition(condition: str, server: Server, model: str) -> bool:
+    """Return whether a server meets a condition that is not a job's, so that no environment is implied."""
+    return all(_is_met(line, server, model) for line in condition.splitlines())
+
+
 def eligible_servers(servers: Iterable[Server], model: str, constraints: str) -> list[Server]:
     """Return the servers that serve the model and meet the constraints, in whatever state they are."""
     return [each for each in servers if can_run(each, model, constraints)]

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from pydantic import Field, ValidationError
 
 from routing.admission.job_request import JobRequest
+from routing.admission.pricing import with_cost
 from routing.admission.submission import Submission, not_before_ms, prepare_job
 from routing.admission.submit_limits import LimitStatus, explain_closed_model
 from routing.dispatch.dispatcher import Dispatcher, queued_job
@@ -79,7 +80,7 @@ def add_lines(
     """Accept the lines of a chunk that begins with line `first`, or as many of them as its tenant may submit at once.
 
     Raises MissingLines; Conflict: the batch takes no more lines, or a model or tenant no jobs; TooManyRequests;
-    InvalidRequest: the batch is too long; ModelClosed, DatabaseUnavailable, CommitUnknown.
+    InvalidRequest: the batch is too long; InsufficientCredits, ModelClosed, DatabaseUnavailable, CommitUnknown.
     """
     with time_limit(dispatcher.store.database.limits.request_s):
         tries = 1
@@ -174,7 +175,7 @@ def _prepare(
             model = catalog.resolve(submission.request.model)
             if closed := explain_closed_model(catalog, model):
                 raise InvalidJob("model", closed)
-            job = prepare_job(submission, model, dispatcher.check_url, now_ms, environment)
+            job = with_cost(prepare_job(submission, model, dispatcher.check_url, now_ms, environment), catalog)
         except InvalidRequest as error:
             errors.append(_line_error(line, error, value))
         else:

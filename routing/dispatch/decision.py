@@ -27,6 +27,8 @@ HealthSignal = Literal["ok", "refused", "failed", "busy", "retry_after", ""]
 # The server has answered, and the job does not come back: the slot need not wait for the database.
 _FREES_SLOT_FIRST = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST})
 _FAILURES = frozenset({Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED, Reason.SERVER_LOST, Reason.CRASHES_EXHAUSTED})
+# The server did what was asked, or was asked to stop: what it ran for was the customer's.
+_ENDED_BY_SERVER = frozenset({OutcomeKind.DONE, OutcomeKind.FAILED, OutcomeKind.CANCELED})
 _NUMBERS = re.compile(r"[0-9]+")
 
 
@@ -49,6 +51,7 @@ class Decision(NamedTuple):
     resume_in_slot: bool = False
     enqueue_again: bool = False  # The lease may be another run's by now: the job is enqueued again.
     frees_slot_first: bool = False  # The slot may be used again before the end is stored.
+    run_ended_ms: int | None = None  # when the server ended the run, which is charged up to then; None: it is not
 
     @property
     def to(self) -> State:
@@ -97,6 +100,7 @@ def decide(
         cools_server_down=reason is Reason.SERVER_UNREACHABLE,
         quarantine=quarantine,
         frees_slot_first=server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST,
+        run_ended_ms=now_ms if outcome.kind in _ENDED_BY_SERVER else None,
     )
 
 

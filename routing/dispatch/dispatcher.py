@@ -15,6 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from routing.admission import constraints
 from routing.admission.admission import REFUSALS, Admission
+from routing.admission.pricing import with_cost
 from routing.admission.submission import Submission, UrlCheck, error_index, prepare_job
 from routing.admission.submit_limits import LimitStatus, has_eligible_server
 from routing.config import RoutingSettings
@@ -127,7 +128,7 @@ class Dispatcher:
         job that was submitted alone has its position.
 
         Raises InvalidJob (its fact `index` says which job), UnknownModel, Conflict, TooManyRequests,
-        IdempotencyConflict, DatabaseUnavailable, CommitUnknown; one of the last two within
+        IdempotencyConflict, InsufficientCredits, DatabaseUnavailable, CommitUnknown; one of the last two within
         `DatabaseTimeouts.request_s`.
         """
         with time_limit(self.store.database.limits.request_s):
@@ -143,7 +144,7 @@ class Dispatcher:
             with error_index(index):
                 model = catalog.resolve(submission.request.model)
                 environment = catalog.limits_of(submission.tenant).allowed_environments[0]
-                new.append(prepare_job(submission, model, self.check_url, now, environment))
+                new.append(with_cost(prepare_job(submission, model, self.check_url, now, environment), catalog))
         notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
@@ -368,7 +369,7 @@ class Dispatcher:
         return self.queues.call_if_available(lambda: self.queues.withdraw(fleet, jobs))
 
     def revive(self, job_id: str) -> None:
-        """Queue a dead job again.  Raises JobNotFound, Conflict."""
+        """Queue a dead job again.  Raises JobNotFound, Conflict, InsufficientCredits."""
         now = now_ms()
         queued = self.store.revive(job_id, now, audit.make_entry("job.retry", job_id=job_id, now_ms=now).write)
         if queued is None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import structlog
 from redis.exceptions import RedisError
 
+from routing.admission.pricing import price_at
 from routing.dispatch.decision import Decision
 from routing.dispatch.dispatcher import ActiveRun, Dispatcher, active_run_of
 from routing.queue.leases import HealthSignal, Lease, quarantine_lease
@@ -129,6 +130,7 @@ class RunSteps:
             worker,
             catalog.endpoint(offer.server, offer.model),
             fleet=offer.fleet,
+            price=price_at(catalog, offer.model, offer.server),
         )
         run = await self._io.commit(write)
         if run is None and await self._io.run_in_thread(dispatcher.is_of_older_queue, lease):
@@ -154,6 +156,7 @@ class RunSteps:
 
         def make_write() -> Write[Transition | None]:
             moved_ms, due_ms, kept = clock.moved_since(decided_by_ms), decision.due_ms, decision.quarantine
+            ended_ms = decision.run_ended_ms
             return self._dispatcher.store.settle_write(
                 run.job.id,
                 run.attempt,
@@ -163,6 +166,7 @@ class RunSteps:
                 error=decision.error,
                 due_ms=None if due_ms is None else due_ms + moved_ms,
                 quarantine=None if kept is None else replace(kept, until_ms=kept.until_ms + moved_ms),
+                run_ended_ms=None if ended_ms is None else ended_ms + moved_ms,
             )
 
         moved = await commit_by_clock(self._io, make_write)

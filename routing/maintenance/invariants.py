@@ -15,7 +15,7 @@ from routing.maintenance.server_checks import ServerChecks
 from routing.maintenance.server_report import ServerReport
 from routing.queue.leases import QUARANTINE_OWNER, Lease
 from slotkeeper.clock import now_ms
-from slotkeeper.jobs import ledger
+from slotkeeper.jobs import credits, ledger
 from slotkeeper.jobs.states import State
 
 
@@ -28,22 +28,33 @@ class Check(StrEnum):
     RUN = "run_without_lease"  # a running job without a lease in Redis
     START = "offered_and_never_started"  # a queued job whose offers were not started again and again
     SLOT = "slot_differs"  # SLOT-1: a server does not have the job that holds its slot
+    CREDIT = "credit_unbalanced"  # CREDIT-1: a tenant's balance is not what its transfers and its jobs make it
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """One violation.  `subject`: a job id, a fleet, or "ledger"."""
+    """One violation.  `subject`: a job id, a fleet, a tenant, or "ledger"."""
 
     check: Check
     subject: str
 
 
 def find_violations(
-    dispatcher: Dispatcher, checks: ServerChecks, reaper: ReaperState, reports: Mapping[str, ServerReport]
+    dispatcher: Dispatcher,
+    checks: ServerChecks,
+    reaper: ReaperState,
+    reports: Mapping[str, ServerReport],
+    *,
+    with_transfers: bool = True,
 ) -> set[Finding]:
-    """Return all violations at this moment.  `checks` and `reaper`: of this process."""
+    """Return all violations at this moment.
+
+    `checks` and `reaper`: of this process.  with_transfers: add up all transfers of credits, which may be millions.
+    """
+    database = dispatcher.store.database
     found = {Finding(Check.SLOT, job.id) for job in checks.find_stale_runs(reports)}
-    if not ledger.read(dispatcher.store.database).balanced:
+    found |= {Finding(Check.CREDIT, name) for name in credits.find_unbalanced(database, with_transfers=with_transfers)}
+    if not ledger.read(database).balanced:
         found.add(Finding(Check.LEDGER, "ledger"))
     leases = dispatcher.leases.list_all(dispatcher.catalog.get().fleets())
     return (

@@ -19,11 +19,11 @@ has a time limit (config.DatabaseTimeouts).
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Engine, func, select, text
+from sqlalchemy import Connection, Engine, Text, bindparam, func, select
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from slotkeeper.clock import clock
@@ -48,7 +48,7 @@ _LARGEST_GROUP = 128
 _MAX_LOOP_CHARS = 64 * 1024  # A larger write would hold the event loop up.
 _ASK_AGAIN_S = 0.1
 _SLACK_S = 0.5
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+_LOCK = CompiledStatement(select(func.pg_advisory_xact_lock(func.hashtextextended(bindparam("p_name", type_=Text), 0))))
 _TRANSACTION_NUMBER = CompiledStatement(select(func.txid_current_if_assigned()))
 
 
@@ -67,18 +67,34 @@ class Transaction:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._collected: dict[BulkInsert, list[dict[str, Any]]] = {}
+        self._sums: dict[tuple[BulkInsert, tuple[Any, ...]], dict[str, Any]] = {}
 
     def insert(self, into: BulkInsert, row: dict[str, Any]) -> None:
         """Collect a row, which is inserted before the commit together with others of its table."""
         self._collected.setdefault(into, []).append(row)
 
-    def lock(self, name: str) -> None:
-        """Wait until no other transaction holds the lock `name`, and hold it until the end of this one.
+    def add_up(self, into: BulkInsert, key: Mapping[str, Any], values: Mapping[str, int]) -> None:
+        """Collect a row like `insert`; rows with the same `key` are inserted as one, with the sums of `values`."""
+        row = self._sums.get((into, tuple(key.values())))
+        if row is None:
+            row = self._sums[into, tuple(key.values())] = {**key, **values}
+            self.insert(into, row)
+        else:
+            for name, value in values.items():
+                row[name] += value
+
+    def added_up(self, into: BulkInsert, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the row that `add_up` has collected so far; the database does not show it yet."""
+        return self._sums.get((into, tuple(key.values())))
+
+    def take_locks(self, names: Iterable[str]) -> None:
+        """Wait until no other transaction holds these locks, and hold them until the end of this one.
 
         Does nothing on SQLite, where only one transaction writes at a time.
         """
         if self.connection.dialect.name == "postgresql":
-            self.connection.execute(_LOCK, {"name": name})
+            for name in sorted(names):
+                _LOCK.fetch_all(self.connection, {"p_name": name})
 
     def flush_inserts(self) -> TransactionMark:
         """Insert the collected rows, and return the mark that identifies the transaction."""
@@ -103,12 +119,15 @@ class Write(Generic[T]):
     process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
     group is durable.
     size: characters that are written, if many.
+    locks: names of locks that its transaction holds from its begin on, so that what the unit reads under them is no
+    longer true only after its commit.  The locks of a group are taken in one order, before the first unit.
     clock_offset_ms: the offset that its times are based on; see slotkeeper/db/clock_offset.py.
     """
 
     unit: Callable[[Transaction], T | SlotkeeperError]
     durable: bool = True
     size: int = 0
+    locks: frozenset[str] = frozenset()
     clock_offset_ms: int | None = field(default_factory=lambda: clock.get_offset_of_writes())
 
     def run(self, transaction: "Transaction", check: OffsetCheck) -> T | SlotkeeperError:
@@ -225,6 +244,7 @@ class GroupCommit:
         results: list[Any] = []
 
         def run_units(transaction: Transaction) -> None:
+            transaction.take_locks({name for write in writes for name in write.locks})
             check = OffsetCheck(transaction.connection)
             results.extend(write.run(transaction, check) for write in writes)
 
@@ -330,6 +350,7 @@ class GroupCommit:
 
         def run_units(transaction: Transaction) -> None:
             nonlocal results
+            transaction.take_locks({name for entry in group for name in entry.write.locks})
             results, check = [], OffsetCheck(transaction.connection)
             for entry in group:
                 results.append(entry.write.run(transaction, check))

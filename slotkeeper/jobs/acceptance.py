@@ -1,5 +1,6 @@
 """Accept new jobs, once for each id and each Idempotency-Key."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -10,8 +11,8 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select
 from slotkeeper.db import Transaction
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
 from slotkeeper.db.schema import add_to_counter
-from slotkeeper.errors import IdempotencyConflict
-from slotkeeper.jobs import closed_models, events
+from slotkeeper.errors import IdempotencyConflict, InsufficientCredits
+from slotkeeper.jobs import closed_models, credits, events
 from slotkeeper.jobs.statements import JOB_STATE
 from slotkeeper.jobs.states import Reason, State, find_edge
 from slotkeeper.jobs.tables import idempotency_keys, jobs
@@ -70,7 +71,8 @@ def accept(
 ) -> list[AcceptedJob] | IdempotencyConflict:
     """Accept all jobs or none, and return one value for each, in order.
 
-    A job whose id, or whose Idempotency-Key within its window, is known is not accepted again.
+    A job whose id, or whose Idempotency-Key within its window, is known is not accepted again.  Of the others, those
+    that cost something hold their credits afterwards; `find_shortage` comes before.
     expired_ms: keys that expire until then have expired.  key_expires_ms: when new keys expire.
 
     Returns a conflict of the first job, before anything was written.  Raises any other conflict, and ModelClosed, so
@@ -85,6 +87,33 @@ def accept(
                 raise
             return conflict
     return accepted
+
+
+def lock_names(new: Sequence[PreparedJob]) -> frozenset[str]:
+    """Return the locks under which the credits of these jobs are held."""
+    return frozenset(credits.lock_of(prepared.job.tenant) for prepared in new if prepared.job.reserved is not None)
+
+
+def find_shortage(tx: Transaction, new: Sequence[PreparedJob], expired_ms: int) -> InsufficientCredits | None:
+    """Return a refusal if a tenant has too few credits for its jobs that are new, before anything was written."""
+    needed = Counter[str]()
+    for prepared in new:
+        if prepared.job.reserved is not None:
+            needed[prepared.job.tenant] += prepared.job.reserved
+    short = credits.find_shortage(tx, needed) if needed else {}
+    if short:  # Some may have been accepted before.
+        for prepared in new:
+            job = prepared.job
+            if job.tenant in short and job.reserved is not None and _is_known(tx.connection, job, expired_ms):
+                needed[job.tenant] -= job.reserved
+        short = credits.find_shortage(tx, {tenant: needed[tenant] for tenant in short})
+    return next(iter(short.values()), None)
+
+
+def _is_known(connection: Connection, job: NewJob, expired_ms: int) -> bool:
+    if JOB_STATE.fetch_first(connection, {"p_id": job.id}) is not None:
+        return True
+    return job.idempotency_key is not None and knows_all_keys(connection, [job], expired_ms)
 
 
 def _group_by_key(new: Sequence[PreparedJob]) -> Iterator[Sequence[PreparedJob]]:
@@ -112,6 +141,7 @@ def _accept_row(tx: Transaction, prepared: PreparedJob, row: Row | None) -> Acce
     if row.closed_name is not None:
         raise closed_models.ModelClosed(f"No jobs are accepted under the name {job.model!r} any more.", model=job.model)
     events.add_row(tx, prepared.event)
+    credits.reserve(tx, job, row.seq, 0, prepared.row["created_ms"])
     is_overdue = job.deadline_ms is not None and job.deadline_ms <= prepared.row["created_ms"]
     return AcceptedJob(job.id, row.seq, prepared.to, is_overdue=is_overdue)
 

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from slotkeeper.db import Database, Transaction, Write
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
 from slotkeeper.db.schema import upsert
-from slotkeeper.errors import Conflict, IdempotencyConflict, NotFound, TooManyRequests
+from slotkeeper.errors import Conflict, IdempotencyConflict, InsufficientCredits, NotFound, TooManyRequests
 from slotkeeper.jobs import acceptance, events, notifications
 from slotkeeper.jobs.events import WriteAuditEntry
 from slotkeeper.jobs.rows import queued_job_from_row
@@ -311,14 +311,18 @@ class Batches:
         """Accept `count` lines from `first` on: their jobs, and why the others are refused.
 
         Returns the accepted jobs in order.  Raises BatchMoved, before anything was written, if the batch is not as it
-        was read; ModelClosed.
+        was read, or if the tenant has too few credits (InsufficientCredits); ModelClosed.
         """
         prepared = [acceptance.prepare(job, now_ms) for job in new]
         params = _params(batch) | {"p_from": first, "p_to": first + count, "p_refused": len(errors), "p_now": now_ms}
         params |= {"p_paused": int(batch.is_paused), "p_held": int(any(job.is_held for job in new))}
         rows = [{"batch": batch.id, **asdict(error)} for error in errors]
 
-        def unit(tx: Transaction) -> list[AcceptedJob] | BatchMoved:
+        locks = acceptance.lock_names(prepared)
+
+        def unit(tx: Transaction) -> list[AcceptedJob] | BatchMoved | InsufficientCredits:
+            if locks and (short := acceptance.find_shortage(tx, prepared, _NO_KEY_EXPIRES)):
+                return short
             if not _ADVANCE.execute(tx.connection, params):
                 return BatchMoved("The batch has changed meanwhile; read it, and go on with its next line.")
             for row in rows:
@@ -328,7 +332,7 @@ class Batches:
                 raise accepted
             return accepted
 
-        return self.database.commit(Write(unit, size=sum(len(job.payload) for job in new)))
+        return self.database.commit(Write(unit, size=sum(len(job.payload) for job in new), locks=locks))
 
     def close(self, batch: Batch, now_ms: int) -> bool:
         """Take no more lines.  Returns False if the batch is not open, or has received lines since it was read."""

@@ -11,10 +11,13 @@ Reads of many jobs are written so that an index gives the rows in order, and no 
 with old statistics, from before a backlog came or before jobs were many.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Executable,
@@ -70,6 +73,7 @@ _MOVED_COLUMNS = (
         for name in (
             *("attempt", "failures", "crashes", "remote_id", "sent_ms", "started_ms"),
             *("cancel_requested_ms", "callback_url", "envelope", "described_by", "traceparent", "server", "sent_to"),
+            *("reserved", "price"),
         )
     ),
 )
@@ -154,12 +158,13 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 "sent_ms": case((_MAY_BE_AT_SERVER, jobs.c.sent_ms), else_=None),
                 "described_by": case((_IS_RESUMED, jobs.c.described_by), else_=bindparam("p_described_by", type_=Text)),
                 "sent_to": case((_WAS_SENT, jobs.c.sent_to), else_=bindparam("p_sent_to", type_=Text)),
+                "price": case((jobs.c.price > _PRICE, _PRICE), else_=jobs.c.price),
             }
         case State.QUEUED if state is State.DEAD:
             cleared = dict.fromkeys(
                 ("finished_ms", "error_code", "error_message", "deadline_ms", "cancel_requested_ms")
             )
-            return stopped | forgotten | cleared | {"failures": 0, "crashes": 0}
+            return stopped | forgotten | cleared | {"failures": 0, "crashes": 0, "reserved": -jobs.c.reserved}
         case State.QUEUED if state is State.DELAYED:
             return {"due_ms": None}
         case State.QUEUED:
@@ -176,11 +181,13 @@ def _values(state: State, why: Reason, to: State) -> dict[str, Any]:
                 "due_ms": None,
                 "lease": None,
                 "sent_to": None,  # It may hold a password.
+                "reserved": -jobs.c.reserved,  # Settled, once.
             }
             # The slot of a job that waited to be resumed is quarantined (routing/maintenance/quarantined_slots.py).
             return ended if state is State.RUNNING else ended | {"slot": None}
 
 
+_PRICE = bindparam("p_price", type_=BigInteger)
 # A resumed run is continued by the description with which it began.
 _IS_RESUMED = (jobs.c.server == bindparam("p_server")) & jobs.c.remote_id.is_not(None)
 _MAY_BE_AT_SERVER = (jobs.c.server == bindparam("p_server")) & (
@@ -233,6 +240,7 @@ REQUEST_CANCEL_OF_MANY = (
 
 _MODELS_AT_ONCE = 100  # SQLite joins at most 500 queries.
 _MAX_SEQ = 2**63 - 1
+_MORE_THAN_SHARE = 10  # rows of each model that are read at first, beyond its share of those that are asked for
 
 WHOLE_JOB = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
 JOB_STATE = CompiledStatement(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
@@ -293,6 +301,27 @@ def select_queued(models: Sequence[str]) -> Sequence[Executable]:
     """Return queries for the first queued jobs of each model: each is a look-up in an index of queued jobs alone."""
     firsts = [select(_QUEUED_OF_MODEL.where(jobs.c.model == model).subquery()) for model in models]
     return [union_all(*firsts[n : n + _MODELS_AT_ONCE]) for n in range(0, len(firsts), _MODELS_AT_ONCE)]
+
+
+def merge_queued(connection: Connection, models: Sequence[str], after_seq: int, limit: int) -> Iterator[Row]:
+    """Yield queued jobs of several models in order of acceptance; each model is read in pages, as far as needed."""
+    first = min(limit // max(len(models), 1) + _MORE_THAN_SHARE, limit)
+    params = {"p_after": after_seq, "p_limit": first}
+    pages: dict[str, list[Row]] = {model: [] for model in models}
+    for query in select_queued(models):
+        for row in connection.execute(query, params).all():
+            pages[row.model].append(row)
+
+    def read(model: str) -> Iterator[Row]:
+        page, size = pages[model], first
+        yield from page
+        (query,) = select_queued([model])
+        while len(page) == size:
+            size = min(2 * size, limit)
+            page = list(connection.execute(query, {"p_after": page[-1].seq, "p_limit": size}).all())
+            yield from page
+
+    return merge(*map(read, pages), key=attrgetter("seq"))
 
 
 def key_range(column: ColumnElement[str], value: str, after: Any, before: int | None = None) -> ColumnElement[bool]:

@@ -6,28 +6,26 @@ states.TRANSITIONS has all transitions.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import merge
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Select, select
+from sqlalchemy import Select, select
 
 from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction, Write
 from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.pages import PAGE, delete_page
 from slotkeeper.db.schema import storable_text
-from slotkeeper.errors import IdempotencyConflict
-from slotkeeper.jobs import acceptance, batches, closed_models, events, notifications, statements
+from slotkeeper.errors import IdempotencyConflict, InsufficientCredits
+from slotkeeper.jobs import acceptance, batches, closed_models, credits, events, notifications, statements
 from slotkeeper.jobs.events import WriteAuditEntry
 from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quarantine_slots
 from slotkeeper.jobs.queue_epochs import epoch_of_lease
 from slotkeeper.jobs.rows import Row, job_from_row, job_status_from_row, queued_job_from_row, run_from_row
 from slotkeeper.jobs.statements import MANY_JOBS, ONE_JOB, QUEUED_JOB_COLUMNS, REQUEUING_STATES
-from slotkeeper.jobs.states import Reason, State, find_edge
+from slotkeeper.jobs.states import FINAL_STATES, Reason, State, find_edge
 from slotkeeper.jobs.tables import idempotency_keys, jobs
 from slotkeeper.jobs.values import (
     AcceptedJob,
@@ -42,7 +40,6 @@ from slotkeeper.jobs.values import (
 )
 
 _MAX_ERROR = 2000
-_MORE_THAN_SHARE = 10  # rows of each model that are read at first, beyond its share of those that are asked for
 _STATUS_COLUMNS = [jobs.c[name] for name in ("state", "attempt", "lease", "slot", "cancel_requested_ms")]
 
 
@@ -68,6 +65,7 @@ class _Change:
     now_ms: int
     params: Mapping[str, Any]
     data: Mapping[str, Any] = field(default_factory=dict)  # of its event, beside the reason
+    run_ended_ms: int | None = None  # see credits.settle
 
     @property
     def to(self) -> State:
@@ -113,7 +111,7 @@ class JobStore:
         """Accept all of `new` or none of them, and return a value for each, in order.
 
         A job whose id, or whose (tenant, Idempotency-Key) within the window, is known already is not accepted again.
-        Raises IdempotencyConflict if the id or the key came with another request; ModelClosed.
+        Raises IdempotencyConflict if the id or the key came with another request; InsufficientCredits; ModelClosed.
         """
         return self.database.commit(self.submit_write(new, now_ms))
 
@@ -121,9 +119,13 @@ class JobStore:
         """Return the write of `submit`."""
         prepared = [acceptance.prepare(job, now_ms) for job in new]
         in_batches = {job.id: (job.tenant, job.batch) for job in new if job.batch is not None}
+        locks = acceptance.lock_names(prepared)
 
-        def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict:
-            accepted = acceptance.accept(tx, prepared, self._keys_until_ms(now_ms), now_ms + self._window_ms)
+        def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict | InsufficientCredits:
+            expired_ms = self._keys_until_ms(now_ms)
+            if locks and (short := acceptance.find_shortage(tx, prepared, expired_ms)):
+                return short
+            accepted = acceptance.accept(tx, prepared, expired_ms, now_ms + self._window_ms)
             if isinstance(accepted, IdempotencyConflict):
                 return accepted
             if in_batches:
@@ -132,7 +134,7 @@ class JobStore:
                     batches.add_named(tx, tenant, batch, now_ms)
             return accepted
 
-        return Write(unit)
+        return Write(unit, locks=locks)
 
     def knows_keys(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Return whether each of these jobs has an Idempotency-Key that was used within the window."""
@@ -163,6 +165,7 @@ class JobStore:
         sent_to: str | None = None,
         *,
         fleet: str,
+        price: int | None = None,
     ) -> Write[Run | None]:
         """Return the write that gives a queued job to a worker.
 
@@ -170,9 +173,10 @@ class JobStore:
 
         described_by: version of the description of how the server is called; sent_to: the server's address.  A run
         that is resumed keeps those with which it began.  worker: Celery's name of the worker, for the event.
+        price: of a second of the slot, in micro-credits; it counts if it is below what the job was accepted with.
         """
         params = {"p_id": job_id, "p_server": server, "p_slot": slot, "p_lease": lease, "p_offer": offer}
-        params |= {"p_described_by": described_by, "p_sent_to": sent_to}
+        params |= {"p_described_by": described_by, "p_sent_to": sent_to, "p_price": price}
         params |= {"p_fleet": fleet, "p_epoch": (epoch := epoch_of_lease(lease))}
         # The number of an offer is unique only within its epoch.
         data = {"server": server, "slot": slot, "offer": offer, "epoch": epoch} | ({"worker": worker} if worker else {})
@@ -196,6 +200,7 @@ class JobStore:
         error: JobError | None = None,
         due_ms: int | None = None,
         quarantine: Quarantine | None = None,
+        run_ended_ms: int | None = None,
     ) -> Write[Transition | None]:
         """Return the write that ends the run `attempt` for the reason `why`.  It returns None if the run is over.
 
@@ -204,11 +209,12 @@ class JobStore:
 
         result: JSON text, for FINISHED.  due_ms: when a delayed job may run again, for SERVER_ERROR.
         quarantine: the server may still run the job, so that its slot must not be used yet.
+        run_ended_ms: when the server ended the run, until which it is charged; None: it is not.
         """
         if why is Reason.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
         params = {"p_id": job_id, "p_attempt": attempt} | _result_params(result, error, due_ms)
-        change = _Change(State.RUNNING, why, now_ms, params, _event_data(error, due_ms, now_ms))
+        change = _Change(State.RUNNING, why, now_ms, params, _event_data(error, due_ms, now_ms), run_ended_ms)
         canceled = _canceled(change) if change.to in REQUEUING_STATES else None
 
         def unit(tx: Transaction) -> Transition | None:
@@ -357,18 +363,25 @@ class JobStore:
     def revive(self, job_id: str, now_ms: int, write_audit: WriteAuditEntry = _no_entry) -> QueuedJob | None:
         """Queue a dead job again, with fresh budgets, at its own place.  Returns None if it is not dead.
 
-        Raises ModelClosed.
+        Raises ModelClosed; InsufficientCredits: it costs something, and its tenant has too few.
         """
         change = _Change(State.DEAD, Reason.REVIVED, now_ms, {"p_id": job_id})
+        job = self.get(job_id)
+        if job is None or job.state is not State.DEAD:
+            return None
+        needed = {} if job.reserved is None else {job.tenant: abs(job.reserved)}
 
-        def unit(tx: Transaction) -> QueuedJob | None:
+        def unit(tx: Transaction) -> QueuedJob | InsufficientCredits | None:
+            if short := credits.find_shortage(tx, needed):
+                return short[job.tenant]
             if (row := self._apply(tx, change)) is None:
                 return None
             closed_models.check_open(tx, job_id, row.model)
+            credits.reserve(tx, row, row.seq, row.attempt, now_ms)
             write_audit(tx, model=row.model, tenant=row.tenant)
             return queued_job_from_row(row)
 
-        return self.database.write(unit)
+        return self.database.write(unit, locks=frozenset(map(credits.lock_of, needed)))
 
     # -- transitions -----------------------------------------------------------------------------------------
 
@@ -389,9 +402,9 @@ class JobStore:
         return rows
 
     def _move(self, tx: Transaction, change: _Change) -> Transition | None:
-        """Make the transition of one job, with the notifications that its end requires."""
+        """Make the transition of one job, with what its end requires."""
         row = self._apply(tx, change)
-        return None if row is None else _add_notifications(tx, row, change)
+        return None if row is None else _add_consequences(tx, row, change)
 
     def _expire(
         self, tx: Transaction, state: State, seqs: Sequence[int], now_ms: int, quarantine: Quarantine | None
@@ -413,8 +426,9 @@ class JobStore:
         if state is not State.DELAYED and quarantine is not None:
             quarantine_slots(tx, state, seqs, now_ms, quarantine)
         params = {"p_seqs": seqs} | _result_params(error=error)
-        change = _Change(state, why, now_ms, params, _event_data(error))
-        return [_add_notifications(tx, row, change) for row in self._apply_to_many(tx, change)]
+        ended_ms = now_ms if state is State.RUNNING else None
+        change = _Change(state, why, now_ms, params, _event_data(error), ended_ms)
+        return [_add_consequences(tx, row, change) for row in self._apply_to_many(tx, change)]
 
     def _is_cancel_requested(self, tx: Transaction, job_id: str) -> bool:
         return statements.CANCEL_REQUESTED.fetch_value(tx.connection, {"p_id": job_id}) is not None
@@ -468,7 +482,7 @@ class JobStore:
             if models is None:
                 rows = iter(connection.execute(statements.QUEUED_OF_ALL, {"p_after": after_seq, "p_limit": limit}))
             else:
-                rows = _merge_queued(connection, models, after_seq, limit)
+                rows = statements.merge_queued(connection, models, after_seq, limit)
             return [queued_job_from_row(row) for row in islice(rows, limit)]
 
     def list_resumable(self) -> list[tuple[QueuedJob, str]]:
@@ -501,27 +515,6 @@ class JobStore:
         return run_times[-1 - len(run_times) // 100] if run_times else None
 
 
-def _merge_queued(connection: Connection, models: Sequence[str], after_seq: int, limit: int) -> Iterator[Row]:
-    """Yield queued jobs of several models in order of acceptance; each model is read in pages, as far as needed."""
-    first = min(limit // max(len(models), 1) + _MORE_THAN_SHARE, limit)
-    params = {"p_after": after_seq, "p_limit": first}
-    pages: dict[str, list[Row]] = {model: [] for model in models}
-    for query in statements.select_queued(models):
-        for row in connection.execute(query, params).all():
-            pages[row.model].append(row)
-
-    def read(model: str) -> Iterator[Row]:
-        page, size = pages[model], first
-        yield from page
-        (query,) = statements.select_queued([model])
-        while len(page) == size:
-            size = min(2 * size, limit)
-            page = list(connection.execute(query, {"p_after": page[-1].seq, "p_limit": size}).all())
-            yield from page
-
-    return merge(*map(read, pages), key=attrgetter("seq"))
-
-
 def _lock_rows(tx: Transaction, query: Select[Any], now_ms: int, limit: int) -> Sequence[Row]:
     """Lock rows until the commit, without those that another transaction has locked."""
     return tx.connection.execute(query.limit(limit).with_for_update(skip_locked=True), {"p_now": now_ms}).all()
@@ -531,7 +524,7 @@ def _canceled(change: _Change) -> _Change:
     """Return what happens instead if the job's cancellation was requested."""
     error = JobError("canceled", "Canceled; its run came to no result.")
     params = {name: change.params[name] for name in ("p_id", "p_attempt")} | _result_params(error=error)
-    return replace(change, why=Reason.CANCEL_REQUESTED, data=_event_data(error), params=params)
+    return replace(change, why=Reason.CANCEL_REQUESTED, data=_event_data(error), params=params, run_ended_ms=None)
 
 
 def _find_own_transition(tx: Transaction, *changes: _Change | None) -> Transition | None:
@@ -557,7 +550,10 @@ def _add_event(tx: Transaction, change: _Change, row: Row) -> None:
     )
 
 
-def _add_notifications(tx: Transaction, row: Row, change: _Change) -> Transition:
+def _add_consequences(tx: Transaction, row: Row, change: _Change) -> Transition:
+    """Add what a transition requires if it is an end: notifications, and what the job costs."""
+    if change.to in FINAL_STATES:
+        credits.settle(tx, row, change.to, change.why, change.now_ms, change.run_ended_ms)
     notifications.add_callback_message(tx, row, change.to, change.now_ms)
     notification_id = notifications.add_result_notification(tx, row, change.to, change.now_ms)
     return Transition(queued_job_from_row(row), change.to, row.attempt, notification_id)

@@ -3,7 +3,7 @@
 Migrations change these on disk; tests/system/upgrade holds the two together.
 """
 
-from sqlalchemy import BigInteger, CheckConstraint, Column, Index, Integer, Table, Text, text
+from sqlalchemy import BigInteger, CheckConstraint, Column, Index, Integer, Table, Text, UniqueConstraint, text
 
 from slotkeeper.db.schema import EMPTY_TEXT, SERIAL, metadata, one_of_check
 from slotkeeper.jobs.states import ACTIVE_STATES, State
@@ -27,6 +27,11 @@ _IS_ACT = text("actor IS NOT NULL")
 _IN_BATCH = text("batch IS NOT NULL")
 _UNFINISHED = text("state IN ('open', 'closed')")
 _HAS_KEY = text("key IS NOT NULL")
+_HOLDS_CREDITS = text("reserved > 0")
+_OF_JOB = text("seq IS NOT NULL")
+
+TRANSFER_KINDS = ("grant", "withdraw", "reserve", "settle", "refund")
+"""The kinds of transfers; see slotkeeper/jobs/credits.py."""
 ID_SUFFIX = "substr(id, 29)"
 """The last 8 characters of a UUID, as its index has them: a query that uses it must have the same text."""
 
@@ -74,6 +79,9 @@ jobs = Table(
     Column("batch", Text),  # name of the batch in which it was submitted
     Column("terms", Text),  # JSON of what few jobs have, see slotkeeper/jobs/terms.py; null: nothing
     Column("sent_to", Text),  # running, or to be resumed: its server's address when the run began
+    Column("reserved", BigInteger),  # micro-credits held for it; below 0: settled; null: it costs nothing
+    # Micro-credits a slot-second: at accept the highest that may apply, from a start on that of its server, if lower.
+    Column("price", BigInteger),
     CheckConstraint(one_of_check("state", [s.value for s in State]), name="state"),
     CheckConstraint("priority BETWEEN 1 AND 9", name="priority"),
     Index("ix_jobs_state_seq", "state", "seq"),
@@ -92,6 +100,7 @@ jobs = Table(
         postgresql_where=_IN_BATCH,
     ),
     Index("ix_jobs_id_end", text(ID_SUFFIX)),
+    Index("ix_jobs_reserved", "tenant", "reserved", sqlite_where=_HOLDS_CREDITS, postgresql_where=_HOLDS_CREDITS),
     sqlite_autoincrement=True,
     # Each job is changed three times and then never again.  By its defaults PostgreSQL would vacuum and analyze only
     # after a fifth, and a tenth, of all jobs that ever ended had changed.
@@ -267,3 +276,59 @@ closed_models = Table(
 # The number of accepted jobs, as the sum of all rows.  On PostgreSQL a trigger (migrations) adds a row for each INSERT
 # into `jobs`; on SQLite the table is empty, and the acceptance numbers count.
 accepted = Table("accepted", metadata, Column("jobs", BigInteger, nullable=False))
+
+# Movements of credits, never changed; see credits.py.  Amounts, reservations and prices are micro-credits.
+transfers = Table(
+    "transfers",
+    metadata,
+    Column("id", SERIAL, primary_key=True, autoincrement=True),
+    Column("tenant", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    # Of a job: its acceptance number (an id may come again when its job was deleted), id, and which of its moments it
+    # is, see credits.py.
+    Column("seq", BigInteger),
+    Column("job_id", Text),
+    Column("number", BigInteger),
+    Column("model", Text),
+    Column("server", Text),
+    Column("reserved", BigInteger),  # settle: the amount that was held
+    Column("slot_ms", BigInteger),  # settle: the time that is charged
+    Column("price", BigInteger),  # a slot-second
+    Column("why", Text),  # the reason of the job's end, or of an operator's act
+    Column("actor", Text),  # the tenant of the operator's key
+    Column("reference", Text),  # of an operator's act: its Idempotency-Key
+    UniqueConstraint("tenant", "reference"),
+    CheckConstraint(one_of_check("kind", TRANSFER_KINDS), name="kind"),
+    CheckConstraint("amount >= 0", name="amount"),
+    Index("ix_transfers_tenant", "tenant", "id"),
+    Index(*("uq_transfers_job", "seq", "kind", "number"), unique=True, sqlite_where=_OF_JOB, postgresql_where=_OF_JOB),
+    sqlite_autoincrement=True,
+)
+
+# A tenant's balance is the sum of its rows.
+balance_parts = Table(
+    "balance_parts",
+    metadata,
+    Column("id", SERIAL, primary_key=True, autoincrement=True),
+    Column("tenant", Text, nullable=False),
+    *(Column(name, BigInteger, nullable=False) for name in ("available", "held", "spent")),
+    Index("ix_balance_parts_tenant", "tenant", "available"),
+)
+
+# A tenant pays for its jobs while it has an account that is not closed.
+credit_accounts = Table(
+    "credit_accounts",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("overdraft", BigInteger, nullable=False, server_default="0"),  # how far below 0 a reservation may lead
+    Column("low_mark", BigInteger),  # the event credit.low is written when less is available
+    Column("low_since_ms", BigInteger),
+    Column("opened_ms", BigInteger, nullable=False),
+    # What an earlier tenant of this name had: its last transfer, and what it had spent.
+    Column("after_transfer", BigInteger, nullable=False, server_default="0"),
+    Column("spent_before", BigInteger, nullable=False, server_default="0"),
+    Column("closed_ms", BigInteger),
+    CheckConstraint("overdraft >= 0", name="overdraft"),
+)

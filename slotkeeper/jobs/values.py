@@ -54,6 +54,8 @@ class JobSpec:
     traceparent: str | None = None  # of the client's trace
     batch: str | None = None  # name of the batch; None: it was submitted alone
     terms: str | None = field(default=None, metadata=_SAME_REQUEST)  # JSON, see terms.py; None: it has none
+    reserved: int | None = None  # micro-credits held for it, below 0 when it has ended; None: it costs nothing
+    price: int | None = None  # micro-credits a second of its slot
 
 
 SPEC_FIELDS = tuple(spec_field.name for spec_field in fields(JobSpec))

@@ -37,7 +37,9 @@ from slotkeeper.registry.catalog_changes import (
     raise_version,
     read_edition,
 )
+from slotkeeper.registry.credit_accounts import list_metered
 from slotkeeper.registry.model_config import AllDefaults, Defaults, ModelConfig
+from slotkeeper.registry.prices import list_prices
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
@@ -112,6 +114,8 @@ class Catalog:
                 known,
                 edition.mark,
                 _read_limits(connection),
+                list_prices(connection),
+                list_metered(connection),
             )
 
     def read_after(self, former: CatalogSnapshot) -> CatalogSnapshot:
@@ -137,6 +141,7 @@ class Catalog:
         if of_tenants := names[Part.TENANT]:
             found["tenants"] = _with_changes(former.tenants, of_tenants, _read_tenants(connection, of_tenants))
             found["limits"] = _with_changes(former.limits, of_tenants, _read_limits(connection, of_tenants))
+            found["metered"] = list_metered(connection)
         if names[Part.SECRETS]:
             found["secrets"] = server_descriptions.list_secrets(connection)
         return replace(former, **found)

@@ -1,7 +1,7 @@
 """The whole catalog at one version: models with their configuration, servers, and what concerns them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -10,6 +10,7 @@ from typing import Any
 from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs.closed_models import ClosedModel
 from slotkeeper.registry.model_config import ConfigSource, Defaults, ModelConfig
+from slotkeeper.registry.prices import Price
 from slotkeeper.registry.server_descriptions import Secret, find_version
 from slotkeeper.registry.tenant_limits import INSTALLATION, NO_LIMITS, TenantLimits, resolve_limits
 from slotkeeper.registry.values import AdminState, Server, TenantState
@@ -46,7 +47,7 @@ class CatalogSnapshot:
     tenants: only those that are not online.  closed: names under which no jobs are accepted.
     database_id: identifies the database, so that a new one is not taken for the one before.
     defaults: of the installation and of each kind of models.  mark: see catalog_changes.Edition.  limits: of tenants
-    that have some, and of INSTALLATION.
+    that have some, and of INSTALLATION.  metered: tenants whose jobs cost something.
     """
 
     version: int
@@ -59,6 +60,8 @@ class CatalogSnapshot:
     defaults: Mapping[str, Defaults] = field(default_factory=dict)
     mark: str | None = None
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)
+    prices: Sequence[Price] = ()
+    metered: frozenset[str] = frozenset()
 
     def fleets(self) -> list[str]:
         return sorted({m.fleet for m in self.models.values()} | {s.fleet for s in self.servers.values()})

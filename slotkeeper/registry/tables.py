@@ -149,3 +149,16 @@ usage_days = Table(
     Column("model", Text, primary_key=True),
     *(Column(name, BigInteger, nullable=False) for name in ("slot_ms", "runs", "accepted", "completed", "ended")),
 )
+
+# What a second of a slot costs; the first row that fits applies.  Replaced as a whole, see prices.py.
+prices = Table(
+    "prices",
+    metadata,
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("model", Text),  # null: any
+    Column("condition", Text, nullable=False, server_default=EMPTY_TEXT),  # on its server, in routing's canonical text
+    Column("per_slot_s", BigInteger, nullable=False),  # micro-credits
+    Column("reserve_s", Integer, nullable=False, server_default="60"),  # held for a job when it is accepted
+    CheckConstraint("per_slot_s >= 0", name="per_slot_s"),
+    CheckConstraint("reserve_s > 0", name="reserve_s"),
+)

@@ -7,10 +7,11 @@ from typing import Any
 from sqlalchemy import delete, insert, select, update
 
 from slotkeeper.audit import commit_audited, make_entry
+from slotkeeper.clock import clock
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.schema import upsert
 from slotkeeper.errors import Conflict, InvalidRequest, NotFound
-from slotkeeper.registry import api_keys, catalog_changes
+from slotkeeper.registry import api_keys, catalog_changes, credit_accounts
 from slotkeeper.registry.api_keys import NewKey
 from slotkeeper.registry.catalog_changes import Change, Part
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Scope, Tenant, format_scopes
@@ -24,7 +25,7 @@ PRINTABLE_PATTERN = f"[{_SIGN}]([ {_SIGN}]*[{_SIGN}])?"
 """Text that can be shown on one line as it is: nothing invisible, nothing that changes the direction of writing."""
 OWN_TENANT = "me"
 """In a path, in place of its name: the tenant of the key."""
-PATH_WORDS = frozenset({"keys", "usage"})
+PATH_WORDS = frozenset({"keys", "usage", "credits", "credit-account"})
 """What stands after a tenant's name in a path of the API or the page."""
 _NOT_ADDED = frozenset({LOCAL_IDENTITY.tenant.name, INSTALLATION})  # They can have limits, and have no keys.
 _RESERVED = frozenset({LOCAL_IDENTITY.tenant.name, OWN_TENANT, "validation"})
@@ -131,9 +132,10 @@ class Tenants:
         return limits
 
     def remove(self, name: str, also: Callable[[Transaction, str], object] = lambda *_: None) -> None:
-        """Remove a tenant.  Its keys and its webhook secret stop working at once.  Raises NotFound.
+        """Remove a tenant.  Its keys and its webhook secret stop working at once.
 
-        also: removes in the same transaction what else belongs to the tenant.
+        also: removes in the same transaction what else belongs to the tenant.  Raises NotFound; Conflict: its jobs hold
+        credits.
         """
 
         def unit(tx: Transaction) -> bool:
@@ -141,11 +143,13 @@ class Tenants:
             api_keys.delete_of_tenant(tx, name)
             if not tx.connection.execute(delete(tenants).where(tenants.c.name == name)).rowcount:
                 return False
+            credit_accounts.remove_account(tx, name, clock.now_ms())
             advance_rotation(tx, name, now_ms=0)  # A later tenant of this name must not have the secret.
             also(tx, name)
             return True
 
-        if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit):
+        locks = credit_accounts.locks_of_removal(name)
+        if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit, locks):
             raise NotFound(f"There is no tenant {name!r}.")
 
 

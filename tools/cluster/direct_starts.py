@@ -32,6 +32,7 @@ def store_start(
     described_by: str | None = None,
     sent_to: str | None = None,
     fleet: str | None = None,
+    price: int | None = None,
 ) -> Run | None:
     """Store the start of a queued job; None: it is not queued, or the lease is from an older epoch of the queue.
 
@@ -39,7 +40,9 @@ def store_start(
     """
     if fleet is None:
         fleet = "zimg" if epoch_of_lease(lease) else ""
-    write = store.start_write(job_id, server, slot, lease, now_ms, offer, described_by, sent_to=sent_to, fleet=fleet)
+    write = store.start_write(
+        *(job_id, server, slot, lease, now_ms, offer, described_by), sent_to=sent_to, fleet=fleet, price=price
+    )
     return store.database.commit(write)
 
 

@@ -35,7 +35,14 @@ def _commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[t
 
 def _arguments(command: click.Command) -> list[str]:
     url = "http://10.0.0.4:5000"
-    samples = {"url": url, "endpoint": url, "settings": "max_retries=1", "payload": "{}"}
+    samples = {
+        "url": url,
+        "endpoint": url,
+        "settings": "max_retries=1",
+        "payload": "{}",
+        "amount": "1",
+        "price_list": "{}",
+    }
     names = [argument.name or "" for argument in command.params if isinstance(argument, click.Argument)]
     return [samples.get(name, "abc") for name in names]
 

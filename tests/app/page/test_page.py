@@ -228,6 +228,7 @@ def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: d
         "/page/dead/retry-all",
         "/page/stream",
         "/page/usage",
+        "/page/credits",
         "/page/x",
         "/page/webhooks",
     }

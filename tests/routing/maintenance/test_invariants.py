@@ -1,5 +1,6 @@
 """The check of invariants finds what somebody has broken, and nothing in a system that is well."""
 
+import itertools
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from routing.maintenance.server_report import ServerReport
 from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.store import JobStore
+from slotkeeper.jobs.tables import balance_parts
 from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import an_ended_job
@@ -167,9 +169,23 @@ def test_a_check_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_a
 
 def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(watched, monkeypatch):
     looks = iter([{Finding(Check.ROOM, "zimg"), Finding(Check.RUN, "j0")}, {Finding(Check.RUN, "j0")}])
-    monkeypatch.setattr(invariants, "find_violations", lambda *_: next(looks))
+    monkeypatch.setattr(invariants, "find_violations", lambda *_, with_transfers: next(looks))
     maintenance.check_invariants()
     assert {check for check, count in ledger.read_findings(watched.database).items() if count} == {Check.RUN}
+
+
+def test_credits_that_do_not_balance_stay_a_finding_until_transfers_are_added_up_again(watched, monkeypatch):
+    monkeypatch.setattr(maintenance, "_checks", itertools.count())
+
+    def findings() -> int:
+        maintenance.check_invariants()
+        return ledger.read_findings(watched.database)[Check.CREDIT]
+
+    for amount in (1, -1):
+        part = {"tenant": "acme", "available": amount, "held": 0, "spent": 0}
+        with watched.database.engine.begin() as connection:
+            connection.execute(balance_parts.insert(), part)
+        assert [findings() for _ in range(5)] == [amount == 1] * 5
 
 
 # -- at size ---------------------------------------------------------------------------------------------------

@@ -44,13 +44,15 @@ from routing.queue.leases import Lease, new_lease_owner
 from slotkeeper import crash_points
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, DatabaseUnavailable
-from slotkeeper.jobs import batch_ids, ledger, notifications, quarantine
+from slotkeeper.jobs import batch_ids, credits, ledger, notifications, quarantine
 from slotkeeper.jobs.batches import Batch, BatchState
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import ACTIVE_STATES, State
 from slotkeeper.jobs.values import NewJob
 from slotkeeper.outbox.subscriptions import Subscription, Subscriptions, new_id
+from slotkeeper.registry.credit_accounts import Act
 from slotkeeper.registry.identity import LOCAL_IDENTITY
+from slotkeeper.registry.prices import Price, set_prices
 from tasks import maintenance, offer_messages, results, server_push, services
 from tasks.celery_app import celery as app
 from tasks.config import EventSettings
@@ -85,6 +87,8 @@ _CONFIG = {"retry_backoff": 0.05, "retry_backoff_max": 0.1, "poll_interval": 0.0
 _QUEUES = (offer_messages.queue_name(SYNC), offer_messages.queue_name(ASYNC))
 _QUIET_WITHIN_S = 80.0
 _TICK_S = 0.02
+GRANTED = 10**12
+credits.MOST_PARTS = 3  # Or none would be folded in a life.
 _SILENT_S = 0.25  # longer than two renewals
 _LONG_AGO_MS = 10 * 3600 * 1000
 _COUNTS_ONLY = -1  # A crash point that counts down from here never reaches zero.
@@ -280,6 +284,7 @@ class Life:
             self.hands.work()
             for task in (maintenance.drive_batches, maintenance.keep_time):
                 task()
+            maintenance.keep_credits()
             for task in (maintenance.reap_dead_workers, maintenance.reap):
                 task()
             maintenance.reconcile_all()
@@ -385,8 +390,16 @@ class Life:
                 services.catalog().register(model, SERVER, f"{self.url}/{model}", SLOTS, now_ms())
             services.catalog().configure(SYNC, _CONFIG, now_ms())
             services.catalog().configure(ASYNC, _CONFIG | {"model_type": "async"}, now_ms())
+        self._open_account()
         self._add_receiver()
         rebuild.refresh_fleet(self.dispatcher, SYNC)
+
+    def _open_account(self) -> None:
+        """Let all jobs cost something, from the first on; the grant is enough for all."""
+        tenant, accounts = LOCAL_IDENTITY.tenant.name, services.credit_accounts()
+        set_prices(services.database(), [Price(None, "", 1_000_000, 10)], now_ms())
+        accounts.open(tenant, 0, None, now_ms())
+        accounts.act(tenant, Act("grant", GRANTED, "for all lives", "first"), now_ms())
 
     def _add_receiver(self) -> None:
         """A webhook of the tenant, which is told of everything."""

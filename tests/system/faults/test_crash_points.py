@@ -30,8 +30,9 @@ from sqlalchemy import select
 from routing.queries import job_list
 from slotkeeper.crash_points import POINTS
 from slotkeeper.db import Database
-from slotkeeper.jobs import ledger
+from slotkeeper.jobs import credits, ledger
 from slotkeeper.jobs import notifications as ends
+from slotkeeper.jobs.credits import CHARGED_ENDS
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.events import TRANSITION_TYPES as STEPS
 from slotkeeper.jobs.states import FINAL_STATES, TRANSITIONS, Budget, Reason, State
@@ -158,6 +159,16 @@ def a_token_that_did_not_grow(case: Aftermath) -> str:
     return "carries the token"
 
 
+def a_job_that_was_not_charged(case: Aftermath) -> str:
+    _alter(case, "DELETE FROM transfers WHERE kind = 'settle' AND job_id = 'life0-second'")
+    return "life0-second has the transfers ['reserve']"
+
+
+def credits_that_were_lost(case: Aftermath) -> str:
+    _alter(case, "UPDATE balance_parts SET available = available - 1 WHERE id = (SELECT max(id) FROM balance_parts)")
+    return "the credits of default do not balance"
+
+
 def a_job_that_ran_twice(case: Aftermath) -> str:
     case.oracle.runs["life0-second"] += 1
     return "ran 2 times"
@@ -216,6 +227,8 @@ PLANTS = [
     a_final_state_that_was_left,
     a_transition_without_its_event,
     a_token_that_did_not_grow,
+    a_job_that_was_not_charged,
+    credits_that_were_lost,
     a_job_that_ran_twice,
     a_slot_that_held_two,
     an_end_that_nobody_was_told,
@@ -325,6 +338,7 @@ def problems(case: Aftermath) -> list[str]:
             *_events_untold(case, database, found),
             *_broken_chains(case, found),
             *_out_of_order(case, found, trails),
+            *_miscounted(database, found),
             *_left_behind(case, database),
         ]
 
@@ -360,6 +374,24 @@ def _illegal(job: Job, trail: list[Event]) -> Iterator[str]:
     told = (state, starts, spent[Budget.WAITS], spent[Budget.FAILURES], spent[Budget.CRASHES])
     if stands != told:
         yield f"{job.id} stands at {stands}, its events say {told}"
+
+
+def _miscounted(database: Database, found: dict[str, Job]) -> Iterator[str]:
+    """CREDIT-1; and each job is charged once for each of its ends, and only for a run that its server ended."""
+    for tenant, differences in credits.find_unbalanced(database, with_transfers=True).items():
+        yield f"the credits of {tenant} do not balance: {differences}"
+    for job in found.values():
+        rows = credits.list_of_job(database, job.seq)
+        kinds = [row.kind for row in rows]
+        if job.reserved is not None and kinds != ["reserve", "settle"] * (len(kinds) // 2):
+            yield f"{job.id} has the transfers {kinds}"
+        if job.reserved is not None and not kinds:
+            yield f"{job.id} holds credits without a transfer"
+        charged = {row.why for row in rows if row.amount and row.kind == "settle"}
+        if not charged <= CHARGED_ENDS:
+            yield f"{job.id} is charged for {charged}"
+    if not any(job.reserved for job in found.values()):
+        yield "no job has cost anything"
 
 
 def _doubled(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:

@@ -129,17 +129,12 @@ def make_entry(
     return AuditEntry(row)
 
 
-def commit_audited(
-    database: Database,
-    entry: AuditEntry,
-    unit: Callable[[Transaction], T | SlotkeeperError],
-    locks: frozenset[str] = frozenset(),
-) -> T:
+def commit_audited(database: Database, entry: AuditEntry, unit: Callable[[Transaction], T | SlotkeeperError]) -> T:
     """Run a unit, and write the entry in its transaction if the unit changed something.
 
     A unit that changed nothing returns a false value, or a SlotkeeperError to refuse (slotkeeper.db.Write).
 
-    Returns what the unit returned.  Raises as `Database.write`.  locks: as in `Write`.
+    Returns what the unit returned.  Raises as `Database.write`.
     """
 
     def audited(tx: Transaction) -> T | SlotkeeperError:
@@ -148,7 +143,7 @@ def commit_audited(
             entry.write(tx)
         return result
 
-    return database.write(audited, locks=locks)
+    return database.write(audited)
 
 
 def write_entry(database: Database, entry: AuditEntry) -> None:

@@ -1,10 +1,11 @@
 """Amounts of credits for people.  Everything else has micro-credits, as integers."""
 
-from decimal import Decimal, InvalidOperation
+import re
+from decimal import Decimal
 
 MICRO = 1_000_000
 """Micro-credits of a credit."""
-_MAX_DIGITS = 30
+_CREDITS = re.compile(r"([0-9]{1,12}|[0-9]{1,3}(,[0-9]{3}){1,3})(\.[0-9]{1,6})?")
 
 
 def format_credits(micro: int) -> str:
@@ -16,12 +17,6 @@ def format_credits(micro: int) -> str:
 
 def parse_credits(text: str) -> int:
     """Return credits, such as `3.2` or `1,000`, as micro-credits.  Raises ValueError."""
-    try:
-        if len(text) > _MAX_DIGITS:
-            raise InvalidOperation
-        micro = Decimal(text.replace(",", "")) * MICRO
-        if not micro.is_finite() or micro != micro.to_integral_value():
-            raise InvalidOperation
-    except InvalidOperation:
-        raise ValueError(f"{text[:_MAX_DIGITS]!r} is no amount of credits, such as 12 or 0.5") from None
-    return int(micro)
+    if not _CREDITS.fullmatch(text):
+        raise ValueError(f"{text[:30]!r} is no amount of credits, such as 12, 0.5 or 1,000")
+    return int(Decimal(text.replace(",", "")) * MICRO)

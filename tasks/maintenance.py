@@ -57,6 +57,7 @@ _NO_LIMIT = 1_000_000
 _KEEP_TIME_LIMIT_S = 0.8  # of one pass of `keep_time`
 _DRIVE_LIMIT_S = 1.5
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
+_CARRY_LIMIT_S, _CARRIED_AT_ONCE = 20.0, 500
 _MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted by its age
 _COUNT_LIMIT_S = 4.0
 _MIN_PERIOD_SHARE = 0.5  # of a task's period
@@ -272,7 +273,7 @@ def scan_dlq() -> None:
     removed = deadlines.purge_ended_jobs(dispatcher(), StorageSettings().retention_s, _PURGE_LIMIT_S)
     _remove_old_events(StorageSettings(), EventSettings().durable_sinks)
     batches().delete_old(clock.ago_ms(StorageSettings().retention_s * 1000, now_ms()))
-    credit_accounts().carry_old(clock.ago_ms(StorageSettings().transfers_retention_s * 1000, now_ms()))
+    _carry_old_transfers(StorageSettings())
     server_descriptions.delete_unused(database(), now_ms())
     usage.delete_old_days(database(), now_ms())
     reseal_secrets()
@@ -292,6 +293,16 @@ def _remove_old_events(settings: StorageSettings, sinks: list[str]) -> None:
     )
     last = SinkCursors(database()).find_slowest(sinks)
     while _event_retention().delete_next(events_ms, acts_ms, last) is not None:
+        if time.monotonic() >= until:
+            break
+
+
+def _carry_old_transfers(settings: StorageSettings) -> None:
+    """Add up transfers that are old enough, page by page."""
+    until, after = time.monotonic() + _CARRY_LIMIT_S, 0
+    before_ms = clock.ago_ms(settings.transfers_retention_s * 1000, now_ms())
+    while (last := credits.carry_old(database(), before_ms, after, _CARRIED_AT_ONCE)) is not None:
+        after = last
         if time.monotonic() >= until:
             break
 

@@ -72,7 +72,7 @@ def infer(model: str, payload: dict[str, Any] | None = None, callback_url: str |
     The call returns when the job is in the database.  AsyncResult.status is PENDING until the job has ended, then
     SUCCESS, FAILURE (tasks.JobFailed: code, message) or REVOKED; `revoke()` cancels the job.  Raises
     slotkeeper.errors.InvalidJob (its `field` names what is wrong), UnknownModel, TooManyRequests, Conflict,
-    IdempotencyConflict, DatabaseUnavailable.
+    IdempotencyConflict, InsufficientCredits, DatabaseUnavailable.
     """
 
 

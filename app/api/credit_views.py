@@ -44,15 +44,17 @@ _KEY = required_headers(Idempotency_Key="Names this act: if it is sent again, it
 def show_credits(path: TenantPath, query: CreditsQuery) -> dict[str, Any] | Response:
     """Show a tenant's balance and its transfers, the newest first.  `me` is the tenant of the key that is used.
 
-    Amounts are micro-credits.  With `Accept: text/csv` the response is a table of the transfers with a line of names.
+    Amounts are micro-credits.  With `Accept: text/csv` the response is a table of the transfers with a line of names,
+    and the header `Next-Cursor` has the `cursor` of the next page, if there is one.
     404: the tenant has no account: its jobs cost nothing.
     """
     account = credit_accounts().get(visible_name(path.tenant))
     rows = credit_accounts().list_transfers(account, query.before, query.limit)
     views = [_transfer_view(row) for row in rows]
-    if request.accept_mimetypes.best_match(["application/json", _CSV]) == _CSV:
-        return Response(_as_csv(views), content_type=f"{_CSV}; charset=utf-8")
     cursor = f"t{rows[-1].id}" if len(rows) == query.limit else None
+    if request.accept_mimetypes.best_match(["application/json", _CSV]) == _CSV:
+        headers = {} if cursor is None else {"Next-Cursor": cursor}
+        return Response(_as_csv(views), content_type=f"{_CSV}; charset=utf-8", headers=headers)
     return CreditsView.build(account, transfers=views, next_cursor=cursor)
 
 
@@ -152,8 +154,8 @@ def _require_one_release() -> None:
 
 
 def _transfer_view(row: Any) -> dict[str, Any]:
-    view = {name: getattr(row, name) for name in TransferView.model_fields if name != "at"}
-    return TransferView.build(**view, at=iso_time(row.at_ms))
+    view = {name: getattr(row, name) for name in TransferView.model_fields if name not in {"at", "carried"}}
+    return TransferView.build(**view, at=iso_time(row.at_ms), carried=bool(row.carried))
 
 
 def _as_csv(rows: Sequence[dict[str, Any]]) -> str:

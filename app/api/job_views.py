@@ -36,7 +36,7 @@ from routing.queries import explain, job_list, short_ids
 from routing.queries.job_cost import read_cost
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
-from slotkeeper.errors import Conflict, JobNotFound
+from slotkeeper.errors import Conflict, InsufficientCredits, JobNotFound
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import Job
@@ -201,14 +201,21 @@ def retry_dead(path: JobPath) -> dict[str, Any]:
 def retry_all_dead(query: RetryAllQuery) -> dict[str, Any]:
     """Queue dead jobs again, of all models or of one, up to 500.  `more`: repeat the request for the others.
 
-    Jobs of models that were removed stay dead, and are counted in `left_out`.
+    Jobs of models that were removed stay dead, and are counted in `left_out`; so do those of tenants that have too few
+    credits, which `unpaid` names.
     """
-    found, left_out = job_list.find_retryable(
-        dispatcher().store.database, model_filter(query.model), visible_tenant(), limit=_MAX_RETRIED + 1
-    )
-    oldest_first = found[:_MAX_RETRIED][::-1]
-    retried = sum(_try_revive(job.id) for job in oldest_first)
-    return RetryAllResult.build(retried=retried, more=len(found) > _MAX_RETRIED, left_out=left_out)
+    model, tenant, unpaid, retried = model_filter(query.model), visible_tenant(), set[str](), 0
+    while True:
+        found, left_out = job_list.find_retryable(
+            dispatcher().store.database, model, tenant, limit=_MAX_RETRIED + 1, but_of=unpaid
+        )
+        known = len(unpaid)
+        for job in found[:_MAX_RETRIED][::-1]:
+            if job.tenant not in unpaid:
+                retried += _try_revive(job.id, job.tenant, unpaid)
+        if len(unpaid) == known or len(found) <= _MAX_RETRIED:
+            more = len(found) > _MAX_RETRIED
+            return RetryAllResult.build(retried=retried, more=more, left_out=left_out, unpaid=sorted(unpaid))
 
 
 @dlq_api.delete("/<job:job_id>", responses={204: None, **problem_responses(404, 409, 415)})
@@ -220,10 +227,16 @@ def delete_dead(path: JobPath) -> tuple[str, int]:
     return "", 204
 
 
-def _try_revive(job_id: str) -> bool:
-    """Queue a dead job again.  Return False if it was retried or deleted meanwhile, or its model was removed."""
+def _try_revive(job_id: str, tenant: str, unpaid: set[str]) -> bool:
+    """Queue a dead job again.  Return False if it was retried or deleted meanwhile, or its model was removed.
+
+    Adds its tenant to `unpaid` if that has too few credits.
+    """
     try:
         dispatcher().revive(job_id)
+    except InsufficientCredits:
+        unpaid.add(tenant)
+        return False
     except (Conflict, JobNotFound):
         return False
     return True

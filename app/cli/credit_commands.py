@@ -11,7 +11,6 @@ from app.cli.arguments import read_json
 from app.cli.output import (
     api_client,
     json_option,
-    limit_option,
     path_segment,
     print_fields,
     print_json,
@@ -23,8 +22,11 @@ from slotkeeper.credit_amounts import format_credits, parse_credits
 
 _COLUMNS = (
     *("id", "kind", "amount", "at", "job_id", "model", "server"),
-    *("reserved", "slot_ms", "price", "why", "actor"),
+    *("reserved", "slot_ms", "price", "why", "actor", "carried"),
 )
+
+
+_ALL = 10_000_000
 
 
 class _Amount(click.ParamType):
@@ -57,16 +59,16 @@ def credits() -> None:
 @credits.command("show")
 @click.argument("tenant", default="me")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the transfers as a table for a spreadsheet.")
-@limit_option
+@click.option("--limit", type=click.IntRange(1, _ALL), help="How many transfers.  [default: 20; of a table all]")
 @json_option
-def show_credits(tenant: str, as_csv: bool, limit: int, as_json: bool) -> None:
+def show_credits(tenant: str, as_csv: bool, limit: int | None, as_json: bool) -> None:
     """Show a tenant's balance and its latest transfers.
 
     Without TENANT: the tenant of the key that is used.
     """
     api, path = api_client(), f"/tenants/{path_segment(tenant)}/credits"
     account = api.get(path, limit=1)
-    transfers = list(api.iter_pages(path, "transfers", limit))
+    transfers = list(api.iter_pages(path, "transfers", limit or (_ALL if as_csv else 20)))
     if as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows([_COLUMNS, *([transfer[name] for name in _COLUMNS] for transfer in transfers)])

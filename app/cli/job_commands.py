@@ -78,13 +78,16 @@ def retry_all_dead(model: str | None, yes: bool) -> None:
     """Queue all dead jobs again."""
     if not yes:
         click.confirm(f"Queue all dead jobs{f' of {model}' if model else ''} again?", abort=True)
-    api, retried, left_out, more = api_client(), 0, 0, True
+    api, retried, left_out, more, unpaid = api_client(), 0, 0, True, set[str]()
     with console(stderr=True).status("") as status:
         while more:
             answer = api.request("POST", "/admin/dlq/retry-all", params={"model": model})
             retried, more, left_out = retried + answer["retried"], answer["more"], answer["left_out"]
+            unpaid.update(answer["unpaid"])
             status.update(f"{retried} jobs ...")
     echo(f"{retried} jobs are queued again.")
+    if unpaid:
+        echo(f"Some stay dead, for these tenants have too few credits: {escape_line(', '.join(sorted(unpaid)))}.")
     if left_out:
         count = f"{left_out} or more" if left_out >= 1000 else left_out
         echo(f"Still dead, because their models were removed: {count}.  Register the models again, or delete the jobs.")

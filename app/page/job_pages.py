@@ -23,7 +23,7 @@ from routing.queries.explain import NULL_RESULT
 from routing.queries.job_timeline import Phase, PhaseKind, Timeline, merge_unreached
 from slotkeeper import json_text
 from slotkeeper.clock import now_ms
-from slotkeeper.errors import Conflict, JobNotFound
+from slotkeeper.errors import Conflict, InsufficientCredits, JobNotFound
 from slotkeeper.jobs.states import END_SENTENCES, FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Event, Job
 from slotkeeper.large_json import is_expensive_to_parse
@@ -241,9 +241,9 @@ def retry_all() -> Any:
 
 
 def _try_retry(job_id: str) -> bool:
-    """Retry a dead job.  Return False if the job is not dead or does not exist."""
+    """Retry a dead job.  Return False if it is not dead, does not exist, or its tenant has too few credits."""
     try:
         jobs_api.retry_dead(JobPath(job_id=job_id))
-    except (Conflict, JobNotFound):
+    except (Conflict, InsufficientCredits, JobNotFound):
         return False
     return True

@@ -55,11 +55,9 @@ class TransferView(ResponseSchema):
     reserved: int | None = Field(description="Of `settle`: what was held.")
     slot_ms: int | None = Field(description="Of `settle`: the slot time that is charged.")
     price: int | None = Field(description="A second of a slot.")
-    why: str | None = Field(
-        description="Of `settle`: why the job ended; of an operator's act: the reason; `carried`: it stands for older "
-        "transfers."
-    )
+    why: str | None = Field(description="Of `settle`: why the job ended; of an operator's act: the reason.")
     actor: str | None = Field(description="The tenant of the operator's key.")
+    carried: bool = Field(description="It stands for all older ones of its kind.")
 
 
 class BalanceView(ResponseSchema, source=Account):

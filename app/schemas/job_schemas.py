@@ -336,3 +336,4 @@ class RetryAllResult(ResponseSchema):
     retried: int
     more: bool = Field(description="Dead jobs are left that can be queued again: repeat the request.")
     left_out: int = Field(description="Dead jobs that stay, because their models were removed; 1,000 at most.")
+    unpaid: list[str] = Field(description="Tenants that have too few credits for some of their jobs, which stay.")

@@ -19,6 +19,7 @@ drops = ("transfers", "balance_parts", "credit_accounts", "prices", "jobs.reserv
 _SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _HOLDS = sa.text("reserved > 0")
 _OF_JOB = sa.text("seq IS NOT NULL")
+_HAS_REFERENCE = sa.text("reference IS NOT NULL")
 
 
 def upgrade() -> None:
@@ -43,8 +44,8 @@ def upgrade() -> None:
         sa.Column("why", sa.Text),
         sa.Column("actor", sa.Text),
         sa.Column("reference", sa.Text),
+        sa.Column("carried", sa.Integer, nullable=False, server_default="0"),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_transfers")),
-        sa.UniqueConstraint("tenant", "reference", name=op.f("uq_transfers_tenant_reference")),
         sa.CheckConstraint(
             "kind IN ('grant', 'withdraw', 'reserve', 'settle', 'refund')", name=op.f("ck_transfers_kind")
         ),
@@ -52,6 +53,12 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("ix_transfers_tenant", "transfers", ["tenant", "id"])
+    op.create_index(
+        *("uq_transfers_act", "transfers", ["tenant", "reference"]),
+        unique=True,
+        sqlite_where=_HAS_REFERENCE,
+        postgresql_where=_HAS_REFERENCE,
+    )
     op.create_index(
         *("uq_transfers_job", "transfers", ["seq", "kind", "number"]),
         unique=True,

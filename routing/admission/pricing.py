@@ -31,9 +31,11 @@ def with_cost(job: NewJob, catalog: CatalogSnapshot) -> NewJob:
 
 
 def price_at(catalog: CatalogSnapshot, model: str, server: str) -> int | None:
-    """Return the price of a second of the server's slots (micro-credits); None: there are no prices, or no server."""
+    """Return the price of a second of the server's slots (micro-credits); None: the server is not known."""
+    if not catalog.prices:
+        return 0
     found = catalog.servers.get(server)
-    if not catalog.prices or found is None:
+    if found is None:
         return None
     fitting = (
         row.per_slot_s for row in _rows_of(catalog, model) if constraints.meets_condition(row.condition, found, model)

@@ -1,6 +1,6 @@
 """List jobs page by page, and count jobs.  Each page is read by an index, however many jobs there are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -71,15 +71,20 @@ def count_tenant_holdings(database: Database, tenant: str) -> Holdings:
         return Holdings(by_state, connection.execute(webhooks).scalar_one())
 
 
-def find_retryable(database: Database, model: str | None, tenant: str | None, limit: int) -> tuple[list[Job], int]:
+def find_retryable(
+    database: Database, model: str | None, tenant: str | None, limit: int, but_of: Collection[str] = ()
+) -> tuple[list[Job], int]:
     """Return dead jobs that can be queued again, the newest first, and how many others there are, 1,000 at most.
 
-    The others are of models that were removed or are being removed.  model, tenant: None: of all.
+    The others are of models that were removed or are being removed.  model, tenant: None: of all.  but_of: tenants
+    whose jobs are left out.
     Raises DatabaseUnavailable.
     """
     given = {jobs.c.state: State.DEAD.value} | ({} if model is None else {jobs.c.model: model})
     given |= {} if tenant is None else {jobs.c.tenant: tenant}
     query = _newest_by_column(jobs.c.state, given, None)
+    if but_of:
+        query = query.where(unindexed(jobs.c.tenant).not_in(list(but_of)))
     is_closed = jobs.c.model.in_(select(closed_models.c.name))
     closed = query.with_only_columns(jobs.c.seq).where(is_closed).limit(_MOST_COUNTED).subquery()
     with database.read() as connection:

@@ -57,21 +57,15 @@ class Database:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def write(
-        self,
-        unit: Callable[[Transaction], T | SlotkeeperError],
-        *,
-        durable: bool = True,
-        locks: frozenset[str] = frozenset(),
-    ) -> T:
+    def write(self, unit: Callable[[Transaction], T | SlotkeeperError], *, durable: bool = True) -> T:
         """Run `unit` in a transaction, perhaps with other units, and return its result after the commit.
 
-        unit, durable, locks: as in `Write`.
+        unit, durable: as in `Write`.
 
         Raises what the unit raised or returned as an error; DatabaseUnavailable if nothing was stored; CommitUnknown if
         that is not known.
         """
-        return self.commit(Write(unit, durable, locks=locks))
+        return self.commit(Write(unit, durable))
 
     def commit(self, write: Write[T]) -> T:
         """Commit one write, and return its result.  Raises as `write`."""

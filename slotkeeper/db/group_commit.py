@@ -19,7 +19,7 @@ has a time limit (config.DatabaseTimeouts).
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -68,6 +68,7 @@ class Transaction:
         self.connection = connection
         self._collected: dict[BulkInsert, list[dict[str, Any]]] = {}
         self._sums: dict[tuple[BulkInsert, tuple[Any, ...]], dict[str, Any]] = {}
+        self._checks: dict[tuple[str, Callable[[Transaction, Any], None], Any], None] = {}
 
     def insert(self, into: BulkInsert, row: dict[str, Any]) -> None:
         """Collect a row, which is inserted before the commit together with others of its table."""
@@ -87,17 +88,30 @@ class Transaction:
         """Return the row that `add_up` has collected so far; the database does not show it yet."""
         return self._sums.get((into, tuple(key.values())))
 
-    def take_locks(self, names: Iterable[str]) -> None:
-        """Wait until no other transaction holds these locks, and hold them until the end of this one.
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other transaction writes at the same time, so that what it has read stays true: on SQLite."""
+        return self.connection.dialect.name == "sqlite"
 
-        Does nothing on SQLite, where only one transaction writes at a time.
+    def lock(self, name: str) -> None:
+        """Wait until no other transaction holds the lock `name`, and hold it until the end of this one."""
+        if not self.is_alone:
+            _LOCK.fetch_all(self.connection, {"p_name": name})
+
+    def check_locked(self, name: str, check: Callable[["Transaction", T], None], about: T) -> None:
+        """Have `check(transaction, about)` called after all units, under the lock `name`, once however often asked for.
+
+        The locks of a group are taken in one order and held only for the commit.  If `check` raises, nothing is
+        stored, and the units are committed one by one.  A transaction that is alone needs no check.
         """
-        if self.connection.dialect.name == "postgresql":
-            for name in sorted(names):
-                _LOCK.fetch_all(self.connection, {"p_name": name})
+        if not self.is_alone:
+            self._checks[name, check, about] = None
 
     def flush_inserts(self) -> TransactionMark:
-        """Insert the collected rows, and return the mark that identifies the transaction."""
+        """Make the checks, insert the collected rows, and return the mark that identifies the transaction."""
+        for name, check, about in sorted(self._checks, key=lambda key: key[0]):
+            self.lock(name)
+            check(self, about)
         number = witness = None
         for into, rows in self._collected.items():
             inserted = into.execute(self.connection, rows)
@@ -119,15 +133,12 @@ class Write(Generic[T]):
     process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
     group is durable.
     size: characters that are written, if many.
-    locks: names of locks that its transaction holds from its begin on, so that what the unit reads under them is no
-    longer true only after its commit.  The locks of a group are taken in one order, before the first unit.
     clock_offset_ms: the offset that its times are based on; see slotkeeper/db/clock_offset.py.
     """
 
     unit: Callable[[Transaction], T | SlotkeeperError]
     durable: bool = True
     size: int = 0
-    locks: frozenset[str] = frozenset()
     clock_offset_ms: int | None = field(default_factory=lambda: clock.get_offset_of_writes())
 
     def run(self, transaction: "Transaction", check: OffsetCheck) -> T | SlotkeeperError:
@@ -244,7 +255,6 @@ class GroupCommit:
         results: list[Any] = []
 
         def run_units(transaction: Transaction) -> None:
-            transaction.take_locks({name for write in writes for name in write.locks})
             check = OffsetCheck(transaction.connection)
             results.extend(write.run(transaction, check) for write in writes)
 
@@ -350,7 +360,6 @@ class GroupCommit:
 
         def run_units(transaction: Transaction) -> None:
             nonlocal results
-            transaction.take_locks({name for entry in group for name in entry.write.locks})
             results, check = [], OffsetCheck(transaction.connection)
             for entry in group:
                 results.append(entry.write.run(transaction, check))

@@ -89,31 +89,36 @@ def accept(
     return accepted
 
 
-def lock_names(new: Sequence[PreparedJob]) -> frozenset[str]:
-    """Return the locks under which the credits of these jobs are held."""
-    return frozenset(credits.lock_of(prepared.job.tenant) for prepared in new if prepared.job.reserved is not None)
+def find_shortage(tx: Transaction, paid: Sequence[PreparedJob], expired_ms: int) -> InsufficientCredits | None:
+    """Return a refusal if a tenant has too few credits for its jobs that are new, before anything was written.
 
-
-def find_shortage(tx: Transaction, new: Sequence[PreparedJob], expired_ms: int) -> InsufficientCredits | None:
-    """Return a refusal if a tenant has too few credits for its jobs that are new, before anything was written."""
+    paid: the jobs that cost something.
+    """
+    if not paid:
+        return None
     needed = Counter[str]()
-    for prepared in new:
-        if prepared.job.reserved is not None:
-            needed[prepared.job.tenant] += prepared.job.reserved
-    short = credits.find_shortage(tx, needed) if needed else {}
-    if short:  # Some may have been accepted before.
-        for prepared in new:
-            job = prepared.job
-            if job.tenant in short and job.reserved is not None and _is_known(tx.connection, job, expired_ms):
-                needed[job.tenant] -= job.reserved
+    for job in (prepared.job for prepared in paid):
+        needed[job.tenant] += job.reserved or 0
+    short = credits.find_shortage(tx, needed)
+    if short:  # Some of the jobs may have been accepted before, or come twice.
+        seen = set[Any]()
+        for job in (prepared.job for prepared in paid):
+            names = {job.id} if job.idempotency_key is None else {job.id, (job.tenant, job.idempotency_key)}
+            if job.tenant in short and (names & seen or _is_known(tx.connection, job, expired_ms)):
+                needed[job.tenant] -= job.reserved or 0
+            seen |= names
         short = credits.find_shortage(tx, {tenant: needed[tenant] for tenant in short})
     return next(iter(short.values()), None)
 
 
 def _is_known(connection: Connection, job: NewJob, expired_ms: int) -> bool:
-    if JOB_STATE.fetch_first(connection, {"p_id": job.id}) is not None:
-        return True
-    return job.idempotency_key is not None and knows_all_keys(connection, [job], expired_ms)
+    """Return whether this job, or one with its key, is stored, so that it is not accepted again."""
+    ids = [job.id]
+    if job.idempotency_key is not None:
+        key = _find_key(connection, job)
+        if key is not None and key.expires_ms > expired_ms:
+            ids.append(key.job_id)
+    return any(JOB_STATE.fetch_first(connection, {"p_id": one}) is not None for one in ids)
 
 
 def _group_by_key(new: Sequence[PreparedJob]) -> Iterator[Sequence[PreparedJob]]:

@@ -318,10 +318,10 @@ class Batches:
         params |= {"p_paused": int(batch.is_paused), "p_held": int(any(job.is_held for job in new))}
         rows = [{"batch": batch.id, **asdict(error)} for error in errors]
 
-        locks = acceptance.lock_names(prepared)
+        paid = [one for one in prepared if one.job.reserved is not None]
 
         def unit(tx: Transaction) -> list[AcceptedJob] | BatchMoved | InsufficientCredits:
-            if locks and (short := acceptance.find_shortage(tx, prepared, _NO_KEY_EXPIRES)):
+            if short := acceptance.find_shortage(tx, paid, _NO_KEY_EXPIRES):
                 return short
             if not _ADVANCE.execute(tx.connection, params):
                 return BatchMoved("The batch has changed meanwhile; read it, and go on with its next line.")
@@ -332,7 +332,7 @@ class Batches:
                 raise accepted
             return accepted
 
-        return self.database.commit(Write(unit, size=sum(len(job.payload) for job in new), locks=locks))
+        return self.database.commit(Write(unit, size=sum(len(job.payload) for job in new)))
 
     def close(self, batch: Batch, now_ms: int) -> bool:
         """Take no more lines.  Returns False if the batch is not open, or has received lines since it was read."""

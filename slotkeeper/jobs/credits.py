@@ -13,20 +13,23 @@ ended the job is charged, and only where its server, or the job's own deadline o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     BigInteger,
     CompoundSelect,
     Connection,
+    Engine,
     Text,
     bindparam,
     case,
     cast,
     delete,
+    exists,
     func,
     insert,
     literal,
@@ -34,13 +37,14 @@ from sqlalchemy import (
     select,
     text,
     union_all,
+    update,
 )
 
 from slotkeeper.crash_points import crash_at
 from slotkeeper.credit_amounts import format_credits
 from slotkeeper.db import Database, Transaction
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
-from slotkeeper.errors import InsufficientCredits
+from slotkeeper.errors import Conflict, InsufficientCredits
 from slotkeeper.jobs.notifications import make_end_number
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.tables import balance_parts, credit_accounts, jobs, transfers
@@ -51,11 +55,15 @@ CHARGED_ENDS = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST, Reason.DEADLI
 """Ends of a run that are charged, if its end was seen."""
 MOST_PARTS = 200
 """Parts of a balance; more are replaced by their sum."""
+_UNLIMITED = 2**60
+# Whoever ends a run by its deadline later than this was away, as its worker may have been.
+_SEEN_WITHIN_MS = 10_000
 
-_TRANSFERS = BulkInsert(transfers)
+_OF_ONE_TRANSFER = ("seq", "job_id", "number", "model", "server", "price", "why", "actor", "reference")
+_OF_ACTS = ("seq", "job_id", "number", "model", "why", "actor", "reference")
 _PARTS = BulkInsert(balance_parts)
-_COLUMNS = tuple(column.name for column in transfers.c if column.name != "id")
-_EMPTY: dict[str, Any] = dict.fromkeys(_COLUMNS)
+# Of each kind the columns that it has; an INSERT with all columns takes a third longer.
+_RESERVES, _SETTLES, _ACTS = (BulkInsert(transfers) for _ in range(3))
 _SUMS = ("available", "held", "spent")
 
 
@@ -64,9 +72,10 @@ def _sum_of(column: Any) -> Any:
     return cast(func.coalesce(func.sum(column), 0), BigInteger)
 
 
+# A closed account refuses nothing; without one, which was removed just now, nothing can be reserved.
 _OVERDRAFT = (
-    select(credit_accounts.c.overdraft)
-    .where(credit_accounts.c.tenant == bindparam("p_tenant"), credit_accounts.c.closed_ms.is_(None))
+    select(case((credit_accounts.c.closed_ms.is_(None), credit_accounts.c.overdraft), else_=_UNLIMITED))
+    .where(credit_accounts.c.tenant == bindparam("p_tenant"))
     .scalar_subquery()
 )
 _LEFT = CompiledStatement(
@@ -107,61 +116,111 @@ class Balance(NamedTuple):
     spent: int = 0
 
 
+# -- what a job holds --------------------------------------------------------------------------------------------
+
+_left_at_last: WeakKeyDictionary[Engine, dict[str, int]] = WeakKeyDictionary()
+"""What tenants could still reserve after this process's last reservation; PostgreSQL alone."""
+
+
 def lock_of(tenant: str) -> str:
-    """Return the lock under which credits of a tenant are reserved, and its parts are folded."""
+    """Return the lock under which it is decided what a tenant may still reserve or withdraw."""
     return f"credits of {tenant}"
 
 
-# -- what a job holds --------------------------------------------------------------------------------------------
-
-
 def find_shortage(tx: Transaction, needed: Mapping[str, int]) -> dict[str, InsufficientCredits]:
-    """Return the tenants that have less available than is needed, each with the refusal.
+    """Return the tenants that have less available than is needed, each with the refusal, before anything is written.
 
-    Under the locks of these tenants.  What earlier units of this transaction have reserved counts.
+    What earlier units of this transaction have reserved counts.  On PostgreSQL other processes reserve at the same
+    time.  So the transaction looks again at its end, under a lock of the tenant; here it looks only if this process
+    last saw too little.
     """
     short = {}
     for tenant, amount in sorted(needed.items()):
-        (found,) = _LEFT.fetch_all(tx.connection, {"p_tenant": tenant})
-        collected = tx.added_up(_PARTS, {"tenant": tenant})
-        available = found.available + (0 if collected is None else collected["available"])
-        if found.overdraft is not None and available + found.overdraft < amount:
-            short[tenant] = _shortage(tenant, available, found.overdraft, amount)
-        elif found.parts > MOST_PARTS:
+        if not tx.is_alone and _left_at_last.setdefault(tx.connection.engine, {}).get(tenant, amount) >= amount:
+            continue
+        account = _read_account(tx, tenant)
+        if account.left < amount:
+            short[tenant] = _shortage(tenant, account, amount)
+        elif account.parts > MOST_PARTS and tx.is_alone:
             fold(tx, tenant)
     return short
 
 
-def _shortage(tenant: str, available: int, overdraft: int, needed: int) -> InsufficientCredits:
-    further = f" and may go {format_credits(overdraft)} below 0" if overdraft else ""
+def _check_reserved(tx: Transaction, tenant: str) -> None:
+    """Raise InsufficientCredits if this transaction leads the tenant's balance too far below 0.  Under its lock."""
+    account = _read_account(tx, tenant)
+    _left_at_last.setdefault(tx.connection.engine, {})[tenant] = account.left
+    if account.left < 0 and account.collected < 0:
+        needed = -account.collected
+        raise _shortage(tenant, account._replace(available=account.available + needed), needed)
+    if account.parts > MOST_PARTS:
+        fold(tx, tenant)
+
+
+class _AccountNow(NamedTuple):
+    """What a tenant has.  available: with what this transaction has collected, which is in no row yet."""
+
+    available: int
+    overdraft: int
+    parts: int
+    collected: int
+
+    @property
+    def left(self) -> int:
+        """How much may be reserved."""
+        return self.available + self.overdraft
+
+
+def _read_account(tx: Transaction, tenant: str) -> _AccountNow:
+    (found,) = _LEFT.fetch_all(tx.connection, {"p_tenant": tenant})
+    row = tx.added_up(_PARTS, {"tenant": tenant})
+    collected = 0 if row is None else row["available"]
+    return _AccountNow(found.available + collected, found.overdraft or 0, found.parts, collected)
+
+
+def _shortage(tenant: str, account: _AccountNow, needed: int) -> InsufficientCredits:
+    further = f" and may go {format_credits(account.overdraft)} below 0" if account.overdraft else ""
     return InsufficientCredits(
-        f"Tenant {tenant!r} has {format_credits(available)} credits available{further}, and this needs "
+        f"Tenant {tenant!r} has {format_credits(account.available)} credits available{further}, and this needs "
         f"{format_credits(needed)} reserved; ask the operator for credits, or wait until running jobs release theirs.",
         tenant=tenant,
-        available=available,
+        available=account.available,
         needed=needed,
     )
+
+
+def has_open_account(connection: Connection, tenant: str) -> bool:
+    is_open = (credit_accounts.c.tenant == tenant) & credit_accounts.c.closed_ms.is_(None)
+    return connection.execute(select(credit_accounts.c.tenant).where(is_open)).first() is not None
+
+
+def make_free(tx: Transaction, seq: int) -> None:
+    """Let a job that holds nothing cost nothing from now on."""
+    tx.connection.execute(update(jobs).where(jobs.c.seq == seq).values(reserved=None, price=None))
 
 
 def reserve(tx: Transaction, job: Row, seq: int, attempt: int, now_ms: int) -> None:
     """Hold `job.reserved` for a job that is accepted or revived; nothing if it costs nothing."""
     if job.reserved is not None:
         about = {"seq": seq, "job_id": job.id, "model": job.model, "price": job.price, "number": attempt}
-        _move(tx, job.tenant, "reserve", job.reserved, now_ms, Balance(-job.reserved, job.reserved), about)
+        tx.check_locked(lock_of(job.tenant), _check_reserved, job.tenant)
+        _move(tx, _RESERVES, job.tenant, "reserve", job.reserved, now_ms, Balance(-job.reserved, job.reserved), about)
 
 
 def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_ended_ms: int | None) -> None:
     """Charge a job that has ended, and release the rest of what it held; nothing if it costs nothing.
 
     row: as its UPDATE returned it, so that each job is settled once.  run_ended_ms: when its server ended the run;
-    None: no run ended so, or nobody saw it.
+    None: no run ended so, or nobody saw it.  A run that only waited for the end of an earlier request costs nothing.
     """
     if row.reserved is None:
         return
     held, slot_ms = -row.reserved, 0
-    if run_ended_ms is not None and why in CHARGED_ENDS:
+    was_answered = why in (Reason.FINISHED, Reason.INVALID_REQUEST)
+    was_sent = row.remote_id is not None or row.sent_ms is None or row.sent_ms >= row.started_ms
+    if run_ended_ms is not None and why in CHARGED_ENDS and (was_answered or was_sent):
         if why is Reason.DEADLINE_PASSED:
-            run_ended_ms = min(run_ended_ms, row.deadline_ms)
+            run_ended_ms = _end_by_deadline(run_ended_ms, row)
         slot_ms = max(run_ended_ms - max(row.started_ms, row.sent_ms or 0), 0)
     amount = row.price * slot_ms // 1000
     about = {
@@ -175,7 +234,12 @@ def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_en
         "slot_ms": slot_ms,
         "why": why.value,
     }
-    _move(tx, row.tenant, "settle", amount, at_ms, Balance(held - amount, -held, amount), about)
+    _move(tx, _SETTLES, row.tenant, "settle", amount, at_ms, Balance(held - amount, -held, amount), about)
+
+
+def _end_by_deadline(seen_ms: int, row: Row) -> int:
+    """Return until when a run is charged that its deadline ended; its start, if nobody was there to see it."""
+    return min(seen_ms, row.deadline_ms) if seen_ms - row.deadline_ms <= _SEEN_WITHIN_MS else row.started_ms
 
 
 def move_by_operator(
@@ -187,14 +251,28 @@ def move_by_operator(
         "withdraw": Balance(available=-amount),
         "refund": Balance(available=amount, spent=-amount),
     }
-    _move(tx, tenant, kind, amount, now_ms, by[kind], about)
+    _move(tx, _ACTS, tenant, kind, amount, now_ms, by[kind], {**dict.fromkeys(_OF_ACTS), **about})
+    if kind == "withdraw":
+        tx.check_locked(lock_of(tenant), _check_withdrawn, tenant)
+
+
+def _check_withdrawn(tx: Transaction, tenant: str) -> None:
+    """Raise Conflict if this transaction withdraws more than is available.  Under the tenant's lock."""
+    if _read_account(tx, tenant).available < 0:
+        raise Conflict(f"The credits of tenant {tenant!r} were reserved meanwhile; look at its balance again.")
 
 
 def _move(
-    tx: Transaction, tenant: str, kind: str, amount: int, at_ms: int, by: Balance, about: Mapping[str, Any]
+    tx: Transaction,
+    into: BulkInsert,
+    tenant: str,
+    kind: str,
+    amount: int,
+    at_ms: int,
+    by: Balance,
+    about: Mapping[str, Any],
 ) -> None:
-    row = {**_EMPTY, "tenant": tenant, "kind": kind, "amount": amount, "at_ms": at_ms, **about}
-    tx.insert(_TRANSFERS, row)
+    tx.insert(into, {"tenant": tenant, "kind": kind, "amount": amount, "at_ms": at_ms, **about})
     tx.add_up(_PARTS, {"tenant": tenant}, by._asdict())
 
 
@@ -206,13 +284,19 @@ def read_balance(connection: Connection, tenant: str) -> Balance:
     return Balance(*sums)
 
 
+def balance_in(tx: Transaction, tenant: str) -> Balance:
+    """Return a balance with what this transaction has collected, which is in no row yet."""
+    stored, row = read_balance(tx.connection, tenant), tx.added_up(_PARTS, {"tenant": tenant})
+    return stored if row is None else Balance(*(getattr(stored, name) + row[name] for name in _SUMS))
+
+
 def read_balances(connection: Connection) -> dict[str, Balance]:
     """Return the balances of all tenants that have one."""
     return {row.tenant: Balance(*row[1:]) for row in _BALANCES.fetch_all(connection, {})}
 
 
 def fold(tx: Transaction, tenant: str) -> None:
-    """Replace the parts of a tenant's balance by their sum.  Under its lock."""
+    """Replace the parts of a tenant's balance by their sum.  Each part is deleted by one transaction."""
     parts = _TAKE_PARTS.fetch_all(tx.connection, {"p_tenant": tenant})
     if parts:
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
@@ -224,7 +308,7 @@ def fold_all(database: Database) -> int:
     with database.read() as connection:
         many = [row.tenant for row in _MANY_PARTS.fetch_all(connection, {"p_most": MOST_PARTS})]
     for tenant in many:
-        database.write(partial(fold, tenant=tenant), durable=False, locks=frozenset({lock_of(tenant)}))
+        database.write(partial(fold, tenant=tenant), durable=False)
         crash_at("parts_folded")
     return len(many)
 
@@ -370,57 +454,76 @@ class BatchSums(NamedTuple):
 def read_cost_of_batch(database: Database, tenant: str, batch: str) -> BatchSums:
     """Return what the jobs of a batch that are stored cost."""
     of_batch = (text("jobs.batch IS NOT NULL"), jobs.c.tenant == tenant, jobs.c.batch == batch)
-    held = select(_sum_of(jobs.c.reserved)).where(*of_batch, jobs.c.reserved > 0)
+    held = select(_sum_of(jobs.c.reserved)).where(*of_batch, jobs.c.reserved > 0).scalar_subquery()
     charged = case(
         (transfers.c.kind == "settle", transfers.c.amount), (transfers.c.kind == "refund", -transfers.c.amount)
     )
     query = (
-        select(_sum_of(charged), _sum_of(transfers.c.slot_ms))
+        select(held, _sum_of(charged), _sum_of(transfers.c.slot_ms))
         .select_from(jobs)
         .join(transfers, transfers.c.seq == jobs.c.seq)
         .where(*of_batch, jobs.c.reserved.is_not(None))
     )
     with database.read() as connection:
-        return BatchSums(connection.execute(held).scalar_one(), *connection.execute(query).one())
+        return BatchSums(*connection.execute(query).one())
 
 
-def carry_old(database: Database, tenant: str, before_ms: int, limit: int) -> int:
-    """Replace up to `limit` transfers from before a time by one for each kind, and return how many were replaced.
+class CarryKey(NamedTuple):
+    """What is added up together.  is_earlier: of an earlier tenant of this name."""
 
-    The sums stay the same in each transaction (CREDIT-1).
+    tenant: str
+    kind: str
+    is_earlier: bool
+
+
+_ERA = func.coalesce(
+    select(credit_accounts.c.after_transfer).where(credit_accounts.c.tenant == transfers.c.tenant).scalar_subquery(), 0
+)
+_NEXT_OLD = (
+    select(transfers, (transfers.c.id <= _ERA).label("is_earlier"))
+    .where(transfers.c.carried == 0, transfers.c.id > bindparam("p_after"))
+    .where(~exists().where(jobs.c.seq == transfers.c.seq))
+    .order_by(transfers.c.id)
+)
+_CARRIED = select(transfers.c.id, transfers.c.tenant, transfers.c.kind, (transfers.c.id <= _ERA).label("is_earlier"))
+
+
+def carry_old(database: Database, before_ms: int, after: int, limit: int) -> int | None:
+    """Add the next transfers from before a time to the one that stands for all older ones of their tenant and kind.
+
+    after: the id of the last transfer of the call before; 0: begin.  Returns that of this call; None: there are no
+    more.  Transfers of jobs that are stored stay.  The sums stay the same in each transaction (CREDIT-1).
     """
-    oldest = (
-        select(transfers.c.id)
-        .where(transfers.c.tenant == tenant, transfers.c.at_ms < before_ms)
-        .where(transfers.c.why.is_(None) | (transfers.c.why != CARRIED))
-        .order_by(transfers.c.id)
-        .limit(limit)
-    )
-
-    def unit(tx: Transaction) -> int:
-        ids = tx.connection.execute(oldest).scalars().all()
-        rows = tx.connection.execute(delete(transfers).where(transfers.c.id.in_(ids)).returning(transfers)).all()
-        for kind in sorted({row.kind for row in rows}):
-            of_kind = [row for row in rows if row.kind == kind]
-            carried = {
-                "tenant": tenant,
-                "kind": kind,
-                "amount": sum(row.amount for row in of_kind),
-                "at_ms": max(row.at_ms for row in of_kind),
-                "reserved": _sum_known(row.reserved for row in of_kind),
-                "slot_ms": _sum_known(row.slot_ms for row in of_kind),
-                "why": CARRIED,
-            }
-            tx.insert(_TRANSFERS, {**_EMPTY, **carried})
-        return len(rows)
-
-    return database.write(unit, locks=frozenset({lock_of(tenant)}))
+    with database.read() as connection:
+        page = connection.execute(_NEXT_OLD.limit(limit), {"p_after": after}).all()
+    old = [row for row in page if row.at_ms < before_ms]
+    if old:
+        database.write(partial(_carry, old=old))
+    return page[-1].id if len(page) == limit and len(old) == limit else None
 
 
-CARRIED = "carried"
-"""The reason of a transfer that stands for older ones."""
-
-
-def _sum_known(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _carry(tx: Transaction, old: Sequence[Row]) -> None:
+    ids = [row.id for row in old]
+    left = transfers.c.id.in_(ids), transfers.c.carried == 0
+    # Locked: another process may carry them at the same time.
+    stored = set(tx.connection.execute(select(transfers.c.id).where(*left).with_for_update()).scalars())
+    sums: dict[CarryKey, list[Row]] = {}
+    for row in (row for row in old if row.id in stored):
+        sums.setdefault(CarryKey(row.tenant, row.kind, bool(row.is_earlier)), []).append(row)
+    tenants = sorted({key.tenant for key in sums})
+    known = tx.connection.execute(_CARRIED.where(transfers.c.carried == 1, transfers.c.tenant.in_(tenants)))
+    into = {CarryKey(row.tenant, row.kind, bool(row.is_earlier)): row.id for row in known}
+    for key, rows in sorted(sums.items()):
+        target = into.get(key, rows[0].id)
+        others = [row for row in rows if row.id != target]
+        added = {
+            "amount": transfers.c.amount + sum(row.amount for row in others),
+            "reserved": func.coalesce(transfers.c.reserved, 0) + sum(row.reserved or 0 for row in others),
+            "slot_ms": func.coalesce(transfers.c.slot_ms, 0) + sum(row.slot_ms or 0 for row in others),
+            "at_ms": max(row.at_ms for row in rows),
+            "carried": 1,
+        }
+        tx.connection.execute(
+            update(transfers).where(transfers.c.id == target).values(**dict.fromkeys(_OF_ONE_TRANSFER), **added)
+        )
+        tx.connection.execute(delete(transfers).where(transfers.c.id.in_([row.id for row in others])))

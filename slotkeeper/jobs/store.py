@@ -119,11 +119,11 @@ class JobStore:
         """Return the write of `submit`."""
         prepared = [acceptance.prepare(job, now_ms) for job in new]
         in_batches = {job.id: (job.tenant, job.batch) for job in new if job.batch is not None}
-        locks = acceptance.lock_names(prepared)
+        paid = [one for one in prepared if one.job.reserved is not None]
 
         def unit(tx: Transaction) -> list[AcceptedJob] | IdempotencyConflict | InsufficientCredits:
             expired_ms = self._keys_until_ms(now_ms)
-            if locks and (short := acceptance.find_shortage(tx, prepared, expired_ms)):
+            if short := acceptance.find_shortage(tx, paid, expired_ms):
                 return short
             accepted = acceptance.accept(tx, prepared, expired_ms, now_ms + self._window_ms)
             if isinstance(accepted, IdempotencyConflict):
@@ -134,7 +134,7 @@ class JobStore:
                     batches.add_named(tx, tenant, batch, now_ms)
             return accepted
 
-        return Write(unit, locks=locks)
+        return Write(unit)
 
     def knows_keys(self, new: Sequence[NewJob], now_ms: int) -> bool:
         """Return whether each of these jobs has an Idempotency-Key that was used within the window."""
@@ -372,16 +372,20 @@ class JobStore:
         needed = {} if job.reserved is None else {job.tenant: abs(job.reserved)}
 
         def unit(tx: Transaction) -> QueuedJob | InsufficientCredits | None:
-            if short := credits.find_shortage(tx, needed):
+            is_paid = bool(needed) and credits.has_open_account(tx.connection, job.tenant)
+            if is_paid and (short := credits.find_shortage(tx, needed)):
                 return short[job.tenant]
             if (row := self._apply(tx, change)) is None:
                 return None
             closed_models.check_open(tx, job_id, row.model)
-            credits.reserve(tx, row, row.seq, row.attempt, now_ms)
+            if is_paid:
+                credits.reserve(tx, row, row.seq, row.attempt, now_ms)
+            elif needed:
+                credits.make_free(tx, row.seq)
             write_audit(tx, model=row.model, tenant=row.tenant)
             return queued_job_from_row(row)
 
-        return self.database.write(unit, locks=frozenset(map(credits.lock_of, needed)))
+        return self.database.write(unit)
 
     # -- transitions -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Migrations change these on disk; tests/system/upgrade holds the two together.
 """
 
-from sqlalchemy import BigInteger, CheckConstraint, Column, Index, Integer, Table, Text, UniqueConstraint, text
+from sqlalchemy import BigInteger, CheckConstraint, Column, Index, Integer, Table, Text, text
 
 from slotkeeper.db.schema import EMPTY_TEXT, SERIAL, metadata, one_of_check
 from slotkeeper.jobs.states import ACTIVE_STATES, State
@@ -29,6 +29,7 @@ _UNFINISHED = text("state IN ('open', 'closed')")
 _HAS_KEY = text("key IS NOT NULL")
 _HOLDS_CREDITS = text("reserved > 0")
 _OF_JOB = text("seq IS NOT NULL")
+_HAS_REFERENCE = text("reference IS NOT NULL")
 
 TRANSFER_KINDS = ("grant", "withdraw", "reserve", "settle", "refund")
 """The kinds of transfers; see slotkeeper/jobs/credits.py."""
@@ -298,11 +299,17 @@ transfers = Table(
     Column("price", BigInteger),  # a slot-second
     Column("why", Text),  # the reason of the job's end, or of an operator's act
     Column("actor", Text),  # the tenant of the operator's key
-    Column("reference", Text),  # of an operator's act: its Idempotency-Key
-    UniqueConstraint("tenant", "reference"),
+    Column("reference", Text),  # of an operator's act: its Idempotency-Key, after the time when the account was opened
+    Column("carried", Integer, nullable=False, server_default="0"),  # 1: it stands for all older ones of its kind
     CheckConstraint(one_of_check("kind", TRANSFER_KINDS), name="kind"),
     CheckConstraint("amount >= 0", name="amount"),
     Index("ix_transfers_tenant", "tenant", "id"),
+    Index(
+        *("uq_transfers_act", "tenant", "reference"),
+        unique=True,
+        sqlite_where=_HAS_REFERENCE,
+        postgresql_where=_HAS_REFERENCE,
+    ),
     Index(*("uq_transfers_job", "seq", "kind", "number"), unique=True, sqlite_where=_OF_JOB, postgresql_where=_OF_JOB),
     sqlite_autoincrement=True,
 )

@@ -203,6 +203,7 @@ class Subscriptions:
 
         def unit(tx: Transaction) -> Subscription | Conflict:
             is_of_tenant = receivers.c.tenant == subscription.tenant
+            tx.lock(f"webhooks of {subscription.tenant}")
             count = tx.connection.execute(select(func.count()).select_from(receivers).where(is_of_tenant)).scalar() or 0
             if count >= most:
                 return Conflict(
@@ -213,8 +214,7 @@ class Subscriptions:
             tx.connection.execute(insert(receivers), values)
             return _get(tx.connection, subscription.id, None)
 
-        locks = frozenset({f"webhooks of {subscription.tenant}"})
-        return audit.commit_audited(self.database, entry, unit, locks)
+        return audit.commit_audited(self.database, entry, unit)
 
     def change(self, subscription_id: str, tenant: str | None, **values: Any) -> Subscription:
         """Change `url`, `types`, `template`, `description` or `max_per_s`, and return the webhook.  Raises NotFound."""

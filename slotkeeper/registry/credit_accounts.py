@@ -104,16 +104,16 @@ class CreditAccounts:
         values = {"overdraft": overdraft, "low_mark": low_mark, "low_since_ms": None, "closed_ms": None}
 
         def unit(tx: Transaction) -> bool | NotFound:
-            catalog_changes.raise_version(tx, Change(Part.TENANT, tenant))
             is_added = tx.connection.execute(select(tenants.c.name).where(tenants.c.name == tenant)).first()
             if is_added is None and tenant != LOCAL_IDENTITY.tenant.name:
                 return NotFound(f"There is no tenant {tenant!r}.", tenant=tenant)
+            catalog_changes.raise_version(tx, Change(Part.TENANT, tenant))
             if _find(tx.connection, tenant) is None:
                 last = select(func.max(transfers.c.id)).where(transfers.c.tenant == tenant)
                 new = {
                     "opened_ms": now_ms,
                     "after_transfer": tx.connection.execute(last).scalar() or 0,
-                    "spent_before": credits.read_balance(tx.connection, tenant).spent,
+                    "spent_before": credits.balance_in(tx, tenant).spent,
                 }
                 tx.connection.execute(insert(credit_accounts), {"tenant": tenant, **values, **new})
             else:
@@ -122,7 +122,7 @@ class CreditAccounts:
             return True
 
         entry = make_entry("credit.open", now_ms=now_ms, tenant=tenant, overdraft=overdraft, low_mark=low_mark)
-        commit_audited(self.database, entry, unit, _locks(tenant))
+        commit_audited(self.database, entry, unit)
 
     def close(self, tenant: str, now_ms: int) -> None:
         """Let a tenant's jobs that are accepted from now on cost nothing.
@@ -131,14 +131,14 @@ class CreditAccounts:
         """
 
         def unit(tx: Transaction) -> bool | NotFound:
-            catalog_changes.raise_version(tx, Change(Part.TENANT, tenant))
             if _find(tx.connection, tenant) is None:
                 return _no_account(tenant)
+            catalog_changes.raise_version(tx, Change(Part.TENANT, tenant))
             closed = {"closed_ms": func.coalesce(credit_accounts.c.closed_ms, now_ms)}
             tx.connection.execute(update(credit_accounts).where(credit_accounts.c.tenant == tenant).values(**closed))
             return True
 
-        commit_audited(self.database, make_entry("credit.close", now_ms=now_ms, tenant=tenant), unit, _locks(tenant))
+        commit_audited(self.database, make_entry("credit.close", now_ms=now_ms, tenant=tenant), unit)
 
     def act(self, tenant: str, act: Act, now_ms: int) -> tuple[Row, bool]:
         """Do an act once, and return its transfer, and whether it was done now.
@@ -154,29 +154,31 @@ class CreditAccounts:
             tenant=tenant,
             amount=act.amount,
         )
-        by_reference = select(transfers).where(transfers.c.tenant == tenant, transfers.c.reference == act.reference)
+
+        actor = get_actor().name  # The transaction may run in another thread.
 
         def unit(tx: Transaction) -> bool | NotFound | Conflict:
-            if _find(tx.connection, tenant) is None:
+            account = _find(tx.connection, tenant)
+            if account is None:
                 return _no_account(tenant)
-            if (known := tx.connection.execute(by_reference).first()) is not None:
+            if (known := _find_act(tx.connection, account, act)) is not None:
                 return False if _is_same(known, act) else _other_act()
-            found = _check(tx, tenant, act)
+            found = _check(tx, account, act)
             if isinstance(found, NotFound | Conflict):
                 return found
             about = {
                 **found,
                 "why": storable_text(act.reason, _MAX_REASON),
-                "actor": get_actor().name,
-                "reference": act.reference,
+                "actor": actor,
+                "reference": _reference(account, act),
             }
             amount = about.pop("amount")
             credits.move_by_operator(tx, tenant, act.kind, amount, now_ms, about)
             return True
 
-        is_new = commit_audited(self.database, entry, unit, _locks(tenant))
+        is_new = commit_audited(self.database, entry, unit)
         with self.database.read() as connection:
-            return connection.execute(by_reference).one(), is_new
+            return _find_act(connection, _find(connection, tenant), act), is_new
 
     # -- maintenance -----------------------------------------------------------------------------------------
 
@@ -185,12 +187,6 @@ class CreditAccounts:
         for account in self.list_all():
             if account.low_mark is not None and account.closed_ms is None:
                 self._note_low(account, account.available < account.low_mark, now_ms)
-
-    def carry_old(self, before_ms: int, limit: int = 500) -> int:
-        """Replace transfers from before a time by their sums, up to `limit` of each tenant, and return how many."""
-        with self.database.read() as connection:
-            names = connection.execute(select(transfers.c.tenant).where(transfers.c.at_ms < before_ms).distinct())
-            return sum(credits.carry_old(self.database, tenant, before_ms, limit) for tenant in names.scalars().all())
 
     def _note_low(self, account: Account, is_low: bool, now_ms: int) -> None:
         if is_low == (account.low_since_ms is not None):
@@ -211,35 +207,43 @@ class CreditAccounts:
 def remove_account(tx: Transaction, tenant: str, now_ms: int) -> None:
     """Remove a tenant's account, and withdraw what it has left, in the transaction that removes the tenant.
 
-    Under its lock.  Raises Conflict: its jobs hold credits.
+    Raises Conflict: its jobs hold credits.
     """
     if _find(tx.connection, tenant) is None:
         return
-    balance = credits.read_balance(tx.connection, tenant)
-    if balance.held:
-        raise Conflict(
-            f"Jobs of tenant {tenant!r} hold {format_credits(balance.held)} credits; cancel them, or wait until they "
-            "have ended.",
-            tenant=tenant,
-        )
-    if balance.available:
-        kind = "withdraw" if balance.available > 0 else "grant"
-        about = {"why": "tenant removed"}
-        credits.move_by_operator(tx, tenant, kind, abs(balance.available), now_ms, about)
+    _check_unheld(tx, tenant)
+    tx.check_locked(credits.lock_of(tenant), _check_unheld, tenant)
+    if available := credits.balance_in(tx, tenant).available:
+        kind = "withdraw" if available > 0 else "grant"
+        credits.move_by_operator(tx, tenant, kind, abs(available), now_ms, {"why": "tenant removed"})
     tx.connection.execute(delete(credit_accounts).where(credit_accounts.c.tenant == tenant))
 
 
-def locks_of_removal(tenant: str) -> frozenset[str]:
-    """Return the locks of a transaction that removes a tenant."""
-    return _locks(tenant)
+def _check_unheld(tx: Transaction, tenant: str) -> None:
+    if held := credits.balance_in(tx, tenant).held:
+        raise Conflict(
+            f"Jobs of tenant {tenant!r} hold {format_credits(held)} credits; cancel them, or wait until they have "
+            "ended.",
+            tenant=tenant,
+        )
 
 
-def _check(tx: Transaction, tenant: str, act: Act) -> dict[str, Any] | NotFound | Conflict:
+def _reference(account: Row, act: Act) -> str:
+    """Return what identifies an act: a later tenant of this name may use the same key."""
+    return f"{account.opened_ms} {act.reference}"
+
+
+def _find_act(connection: Connection, account: Row, act: Act) -> Row | None:
+    done = (transfers.c.tenant == account.tenant) & (transfers.c.reference == _reference(account, act))
+    return connection.execute(select(transfers).where(done)).first()
+
+
+def _check(tx: Transaction, account: Row, act: Act) -> dict[str, Any] | NotFound | Conflict:
     """Return the columns of an act's transfer, or why it is refused."""
     if act.kind == "refund":
-        return _check_refund(tx, tenant, act)
-    amount = act.amount or 0
-    available = credits.read_balance(tx.connection, tenant).available
+        return _check_refund(tx, account, act)
+    tenant, amount = account.tenant, act.amount or 0
+    available = credits.balance_in(tx, tenant).available
     if act.kind == "withdraw" and amount > available:
         return Conflict(
             f"Tenant {tenant!r} has {format_credits(available)} credits available; withdraw that at most.",
@@ -249,18 +253,20 @@ def _check(tx: Transaction, tenant: str, act: Act) -> dict[str, Any] | NotFound 
     return {"amount": amount}
 
 
-def _check_refund(tx: Transaction, tenant: str, act: Act) -> dict[str, Any] | NotFound | Conflict:
+def _check_refund(tx: Transaction, account: Row, act: Act) -> dict[str, Any] | NotFound | Conflict:
+    tenant = account.tenant
     of_job = select(jobs.c.seq, jobs.c.model).where(jobs.c.id == act.job_id, jobs.c.tenant == tenant)
     job = tx.connection.execute(of_job).first()
     if job is None:
         return NotFound(
             f"Tenant {tenant!r} has no job {act.job_id!r}; grant it the credits instead.", job_id=act.job_id
         )
-    rows = tx.connection.execute(select(transfers).where(transfers.c.seq == job.seq)).all()
-    refunds = [row.amount for row in rows if row.kind == "refund"]
-    cost = sum(row.amount for row in rows if row.kind == "settle") - sum(refunds)
+    of_account = (transfers.c.seq == job.seq, transfers.c.id > account.after_transfer)
+    rows = tx.connection.execute(select(transfers).where(*of_account)).all()
+    refunds = [row for row in rows if row.kind == "refund"]
+    cost = sum(row.amount for row in rows if row.kind == "settle") - sum(row.amount for row in refunds)
     amount = cost if act.amount is None else act.amount
-    if amount > cost or cost == 0:
+    if amount > cost or cost <= 0:
         return Conflict(
             f"Job {act.job_id!r} has cost {format_credits(cost)} credits, without what was refunded; refund that at "
             "most.",
@@ -279,10 +285,6 @@ def _other_act() -> IdempotencyConflict:
     return IdempotencyConflict(
         "This Idempotency-Key came with another act before; send the same one again, or use a new key."
     )
-
-
-def _locks(tenant: str) -> frozenset[str]:
-    return frozenset({credits.lock_of(tenant)})
 
 
 def _find(connection: Connection, tenant: str) -> Row | None:

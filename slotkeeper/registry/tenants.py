@@ -148,8 +148,7 @@ class Tenants:
             also(tx, name)
             return True
 
-        locks = credit_accounts.locks_of_removal(name)
-        if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit, locks):
+        if not commit_audited(self.database, make_entry("tenant.remove", tenant=name), unit):
             raise NotFound(f"There is no tenant {name!r}.")
 
 

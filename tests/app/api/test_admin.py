@@ -252,16 +252,16 @@ def test_all_dead_jobs_are_retried_in_the_order_of_their_acceptance(api: Api) ->
     api.model()
     dead = [an_ended_job(api.dispatcher.store, State.DEAD).id for _ in range(5)]
     younger = a_queued_job(api.dispatcher.store)
-    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 5, "more": False, "left_out": 0}
+    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 5, "more": False, "left_out": 0, "unpaid": []}
     assert [job.id for job in api.dispatcher.store.list_queued(["zimg"])] == [*dead, younger.id]
-    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 0, "more": False, "left_out": 0}
+    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 0, "more": False, "left_out": 0, "unpaid": []}
 
 
 def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
     api.model()
     api.model("other")
     dead = [an_ended_job(api.dispatcher.store, State.DEAD, model=name).id for name in ("zimg", "other", "zimg")]
-    assert api.client.post("/admin/dlq/retry-all?model=zimg").json == {"retried": 2, "more": False, "left_out": 0}
+    assert api.client.post("/admin/dlq/retry-all?model=zimg").json == {"retried": 2, "more": False, "left_out": 0, "unpaid": []}
     assert [api.job(job_id).state for job_id in dead] == [State.QUEUED, State.DEAD, State.QUEUED]
     for query in ("model=a%20b", "Model=other"):
         assert api.client.post(f"/admin/dlq/retry-all?{query}").status_code == 422, "and not all of them"
@@ -290,7 +290,7 @@ def test_dead_jobs_of_a_removed_model_stay_and_keep_no_other_from_being_retried(
     dead = an_ended_job(api.dispatcher.store, State.DEAD).id
     left = [an_ended_job(api.dispatcher.store, State.DEAD, model="gone").id for _ in range(3)]
     assert api.client.delete("/admin/models/gone").status_code < 300
-    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 1, "more": False, "left_out": 3}
+    assert api.client.post("/admin/dlq/retry-all").json == {"retried": 1, "more": False, "left_out": 3, "unpaid": []}
     assert [api.job(job_id).state for job_id in (dead, *left)] == [State.QUEUED, *[State.DEAD] * 3]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from app.api import job_views
 from slotkeeper.clock import now_ms
 from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.store import JobStore
@@ -123,6 +124,19 @@ def test_a_dead_job_is_not_retried_without_credits(api: Api, acme: Headers, root
     assert api.client.post(f"/admin/dlq/{job_id}/retry", headers=acme).status_code == 402
     assert _act(api, root, "g", kind="grant", amount=2 * _MICRO).status_code == 201
     assert api.client.post(f"/admin/dlq/{job_id}/retry", headers=acme).status_code == 200
+
+
+def test_dead_jobs_of_tenants_without_credits_stay_and_those_of_others_are_retried(
+    api: Api, acme: Headers, root: Headers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_views, "_MAX_RETRIED", 2)
+    other, dead = api.with_key("other"), []
+    for headers in (other, other, acme, acme, acme):
+        dead.append(api.submitted(headers))
+        _end(api, dead[-1], 10, Reason.RETRIES_EXHAUSTED)
+    answer = api.client.post("/admin/dlq/retry-all", headers=root).json
+    assert answer == {"retried": 3, "more": False, "left_out": 0, "unpaid": ["acme"]}
+    assert len(api.client.get("/admin/dlq", headers=root).json["jobs"]) == 2
 
 
 def test_an_act_is_done_once_for_each_key(api: Api, acme: Headers, root: Headers) -> None:

@@ -64,9 +64,9 @@ def test_the_first_row_that_fits_the_server_applies(attributes, price) -> None:
     assert price_at(_catalog(_H100, _ZIMG, **attributes), "zimg", "gpu") == price
 
 
-def test_a_server_that_no_row_fits_costs_nothing_and_without_prices_nothing_is_said() -> None:
+def test_a_server_that_no_row_fits_costs_nothing_and_of_one_that_is_gone_nothing_is_known() -> None:
     assert price_at(_catalog(_H100), "zimg", "gpu") == 0
-    assert price_at(_catalog(), "zimg", "gpu") is None
+    assert price_at(_catalog(), "zimg", "gpu") == 0
     assert price_at(_catalog(_ZIMG), "zimg", "gone") is None
 
 

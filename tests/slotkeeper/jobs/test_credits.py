@@ -1,6 +1,6 @@
 """Credits: what a job holds, what its end costs, and that the sums always agree (CREDIT-1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -11,7 +11,7 @@ from sqlalchemy import insert, update
 
 from slotkeeper.db import Database, Write
 from slotkeeper.db.compiled_sql import BulkInsert
-from slotkeeper.errors import InsufficientCredits
+from slotkeeper.errors import Conflict, InsufficientCredits
 from slotkeeper.jobs import credits
 from slotkeeper.jobs.credits import Balance
 from slotkeeper.jobs.states import FINAL_STATES, TRANSITIONS, Reason, State
@@ -46,6 +46,16 @@ def _grant(accounts: CreditAccounts, amount: int, tenant: str = "acme") -> None:
 
 def _a_paid_job(**changes: Any) -> Any:
     return a_job(**{"tenant": "acme", "reserved": _HELD, "price": _PRICE} | changes)
+
+
+def _transfers(accounts: CreditAccounts) -> Sequence[Any]:
+    return accounts.list_transfers(accounts.get("acme"), None, 100)
+
+
+def _carry(database: Database, before_ms: int) -> None:
+    after: int | None = 0
+    while after is not None:
+        after = credits.carry_old(database, before_ms, after, 2)
 
 
 def _balance(accounts: CreditAccounts, tenant: str = "acme") -> Balance:
@@ -110,7 +120,7 @@ def test_a_refusal_for_credits_disturbs_no_other_write_of_its_group(store, accou
     good, short, free = _a_paid_job(), _a_paid_job(), a_job()
     results = store.database.commit_all([store.submit_write([one], T0) for one in (good, short, free)])
     assert [isinstance(result, InsufficientCredits) for result in results] == [False, True, False]
-    assert results[0][0].seq == 1 and results[2][0].seq == 2
+    assert [store.get_state(job.id) for job in (good, short, free)] == [State.QUEUED, None, State.QUEUED]
     assert _balance(accounts) == (0, 600, 0)
 
 
@@ -122,6 +132,46 @@ def test_a_job_that_is_known_needs_no_credits_again(store, accounts):
     with_its_key = store.submit([_a_paid_job(idempotency_key="k", fingerprint="f")], T0)
     assert again[0].deduplicated and with_its_key[0].id == keyed.id
     assert _balance(accounts) == (0, 600, 0)
+
+
+def test_a_key_whose_job_was_deleted_pays_again(store, accounts):
+    _grant(accounts, 600)
+    first = _a_paid_job(idempotency_key="k", fingerprint="f")
+    store.submit([first], T0)
+    store_end(store, first.id, _start(store, first.id), Reason.RETRIES_EXHAUSTED, T0, error=_ERROR)
+    assert retention.delete_dead_job(store.database, first.id)
+    accounts.act("acme", Act("withdraw", 600, "", "w"), T0)
+    with pytest.raises(InsufficientCredits):
+        store.submit([_a_paid_job(idempotency_key="k", fingerprint="f")], T0)
+
+
+def test_jobs_that_come_twice_in_a_submit_are_held_once(store, accounts):
+    _grant(accounts, 600)
+    twice = [_a_paid_job(idempotency_key="k", fingerprint="f") for _ in range(2)]
+    assert [one.deduplicated for one in store.submit(twice, T0)] == [False, True]
+    assert _balance(accounts) == (0, 600, 0)
+
+
+def test_acts_and_submits_of_one_group_see_each_other(database, store, accounts):
+    _grant(accounts, 1000)
+    withdrawals = [Act("withdraw", 700, "", f"w{n}") for n in range(3)]
+    results = at_once(*[lambda act=act: accounts.act("acme", act, T0) for act in withdrawals])
+    assert sorted(isinstance(result, Conflict) for result in results) == [False, True, True]
+    assert _balance(accounts) == (300, 0, 0)
+    same = at_once(*[lambda: accounts.act("acme", Act("grant", 5, "", "same"), T0) for _ in range(4)])
+    assert sorted(is_new for _, is_new in same) == [False, False, False, True]
+
+
+def test_a_tenant_that_was_removed_in_the_same_group_has_no_job(database, store, accounts):
+    _grant(accounts, 10_000)
+    removed = at_once(
+        lambda: Tenants(database).remove("acme"), *[lambda: store.submit([_a_paid_job()], T0) for _ in range(4)]
+    )
+    with database.read() as connection:
+        balance = credits.read_balance(connection, "acme")
+    assert (balance == (0, 0, 0)) == (removed[0] is None)
+    for result in removed[1:]:
+        assert removed[0] is None or not isinstance(result, Exception)
 
 
 def test_an_account_that_is_closed_refuses_nothing_and_settles_what_is_held(store, accounts):
@@ -220,8 +270,29 @@ def test_a_run_that_its_deadline_ended_is_charged_until_the_deadline(store, acco
     job = _a_paid_job(deadline_ms=T0 + 5 * SECOND)
     store.submit([job], T0)
     _start(store, job.id)
-    store.expire_overdue(T0 + 60 * SECOND, quarantine=Quarantine("deadline_passed", T0 + 90 * SECOND))
+    store.expire_overdue(T0 + 6 * SECOND, quarantine=Quarantine("deadline_passed", T0 + 90 * SECOND))
     assert _balance(accounts) == (950, 0, 50)
+
+
+def test_a_run_whose_deadline_nobody_was_there_to_see_costs_nothing(store, accounts):
+    _grant(accounts, 1000)
+    job = _a_paid_job(deadline_ms=T0 + 5 * SECOND)
+    store.submit([job], T0)
+    _start(store, job.id)
+    store.expire_overdue(T0 + 60 * SECOND)
+    assert _balance(accounts) == (1000, 0, 0)
+
+
+def test_a_run_that_only_waited_for_an_earlier_request_costs_nothing(store, accounts):
+    _grant(accounts, 1000)
+    job = _a_paid_job()
+    store.submit([job], T0)
+    lost = _start(store, job.id)
+    assert store_end(store, job.id, lost, Reason.LEASE_EXPIRED, T0 + SECOND, error=_ERROR)
+    attempt, at_ms = _start(store, job.id, T0 + 2 * SECOND), T0 + 9 * SECOND
+    assert row_of(store.database, job.id)["sent_ms"] < T0 + 2 * SECOND
+    assert store_end(store, job.id, attempt, Reason.CANCEL_REQUESTED, at_ms, error=_ERROR, run_ended_ms=at_ms)
+    assert _balance(accounts) == (1000, 0, 0)
 
 
 def test_a_resumed_run_is_charged_from_when_its_request_was_sent_again(store, accounts):
@@ -320,6 +391,20 @@ def test_a_job_whose_id_comes_again_is_charged_apart_from_the_one_before(store, 
     assert _balance(accounts) == (1980, 0, 20)
 
 
+def test_a_job_that_is_revived_after_its_account_was_closed_costs_nothing(store, accounts):
+    _grant(accounts, 600)
+    job = _a_paid_job()
+    store.submit([job], T0)
+    store_end(store, job.id, _start(store, job.id), Reason.RETRIES_EXHAUSTED, T0, error=_ERROR)
+    accounts.close("acme", T0)
+    accounts.act("acme", Act("withdraw", 600, "", "w"), T0)
+    assert store.revive(job.id, T0) is not None
+    assert row_of(store.database, job.id)["reserved"] is None
+    at_ms = T0 + SECOND
+    assert store_end(store, job.id, _start(store, job.id), Reason.FINISHED, at_ms, result="1", run_ended_ms=at_ms)
+    assert _balance(accounts) == (0, 0, 0)
+
+
 # -- balances ------------------------------------------------------------------------------------------------------
 
 
@@ -351,12 +436,36 @@ def test_old_transfers_are_added_up_by_kind(store, accounts):
         store.submit([job], T0)
         attempt = _start(store, job.id)
         store_end(store, job.id, attempt, Reason.FINISHED, T0 + SECOND, result="1", run_ended_ms=T0 + SECOND)
-    assert accounts.carry_old(T0 + 1, limit=3) == 3
-    assert accounts.carry_old(T0 + 2 * SECOND) == 6
-    assert accounts.carry_old(T0 + 2 * SECOND) == 0
-    left = accounts.list_transfers(accounts.get("acme"), None, 10)
-    assert {row.kind for row in left} == {"grant", "reserve", "settle"} and len(left) == 4
+    _carry(store.database, T0 + 2 * SECOND)
+    assert len(_transfers(accounts)) == 4 * 2 + 1, "those of jobs that are stored stay"
+    assert retention.delete_ended_jobs(store.database, T0 + 2 * SECOND, 3) == 3
+    for before_ms in (T0, T0 + 2 * SECOND, T0 + 2 * SECOND):
+        _carry(store.database, before_ms)
+    left = _transfers(accounts)
+    kinds = [("settle", 0), ("reserve", 0), ("settle", 1), ("reserve", 1), ("grant", 1)]
+    assert [(row.kind, row.carried) for row in left] == kinds
+    assert (left[2].amount, left[2].reserved, left[2].slot_ms) == (30, 3 * _HELD, 3 * SECOND)
     assert _balance(accounts) == (10 * _HELD - 40, 0, 40)
+    assert retention.delete_ended_jobs(store.database, T0 + 2 * SECOND, 3) == 1
+    _carry(store.database, T0 + 2 * SECOND)
+    assert [(row.kind, row.amount) for row in _transfers(accounts)] == [
+        ("settle", 40),
+        ("reserve", 4 * _HELD),
+        ("grant", 10 * _HELD),
+    ]
+
+
+def test_what_an_earlier_tenant_of_the_name_had_is_carried_apart(database, accounts):
+    _grant(accounts, 1000)
+    Tenants(database).remove("acme")
+    Tenants(database).add(Tenant("acme"), T0)
+    accounts.open("acme", 0, None, T0 + 1)
+    later = accounts.act("acme", Act("grant", 7, "", "grant 0"), T0 + 1)
+    assert later[1], "the earlier tenant has used the same key"
+    for _ in range(2):
+        _carry(database, T0 + 10**12)
+        assert [(row.kind, row.amount) for row in _transfers(accounts)] == [("grant", 7)]
+    assert rows_in(database, transfers) == 3 and _balance(accounts) == (7, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -499,7 +608,7 @@ class _History:
 
     def _expire(self, n: int) -> None:
         for job in self._jobs(State.RUNNING):
-            if job.deadline_ms is not None and job.deadline_ms <= self.now_ms:
+            if job.deadline_ms is not None and 0 <= self.now_ms - job.deadline_ms <= 10_000:
                 self.charged += job.price * (job.deadline_ms - job.started_ms) // 1000
         self.store.expire_overdue(self.now_ms)
 
@@ -507,8 +616,9 @@ class _History:
         self.store.database.write(lambda tx: credits.fold(tx, self.tenant))
 
     def _carry(self, n: int) -> None:
-        if not self._jobs(State.COMPLETED):  # A refund needs the transfers of its job.
-            self.accounts.carry_old(self.now_ms - 5000, limit=5)
+        if n % 2:
+            retention.delete_ended_jobs(self.store.database, self.now_ms - 3000, 2)
+        _carry(self.store.database, self.now_ms - 5000)
 
 
 @given(st.lists(_ACTS, min_size=5, max_size=40))

@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
+from slotkeeper.jobs.credits import CHARGED_ENDS
 from slotkeeper.jobs.events import EVENT_TYPES
 from slotkeeper.jobs.states import FINAL_STATES, Reason, State
 from slotkeeper.jobs.values import Event
@@ -57,6 +59,14 @@ class PendingMessage:
     """It is pending, and the time of its next attempt is long past."""
     put_off: bool = False
     """It is pending, and its next attempt is later than the number of its attempts allows."""
+
+
+class Charge(NamedTuple):
+    """A transfer of credits for a job.  why: the reason of its end."""
+
+    kind: str
+    amount: int
+    why: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,24 @@ def unexpected_ends(states: Mapping[str, State], revoked: Collection[str], with_
         for job_id, state in sorted(states.items())
         if state in FINAL_STATES and job_id not in allowed.get(state, ())
     ]
+
+
+def undue_charges(
+    states: Mapping[str, State], charges: Mapping[str, Sequence[Charge]], unbalanced: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a line for each tenant whose credits do not balance, and for each job that was not charged once.
+
+    Nothing is charged for a job that ended without a run that its server, its deadline or its cancellation ended.
+    """
+    findings = [f"{tenant}: {'; '.join(differences)}" for tenant, differences in sorted(unbalanced.items())]
+    for job_id, state in sorted(states.items()):
+        made = charges.get(job_id, ())
+        if state in FINAL_STATES and [charge.kind for charge in made] != ["reserve", "settle"] * (len(made) // 2 or 1):
+            findings.append(f"{job_id} is {state}, with the transfers {[charge.kind for charge in made]}")
+        for charge in made:
+            if charge.kind == "settle" and charge.amount and charge.why not in CHARGED_ENDS:
+                findings.append(f"{job_id} cost {charge.amount} for {charge.why}")
+    return findings
 
 
 def duplicate_accepts(numbers: Mapping[str, int]) -> list[str]:

@@ -16,7 +16,7 @@ from app.up.guardian import Guardian
 from slotkeeper.clock import now_ms
 from slotkeeper.db import Database
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.jobs import ledger
+from slotkeeper.jobs import credits, ledger
 from slotkeeper.jobs.states import FINAL_STATES
 from slotkeeper.jobs.store import JobStore
 from slotkeeper.jobs.values import Event
@@ -24,7 +24,14 @@ from tools.cluster.cluster import Cluster
 from tools.cluster.tcp_proxy import Proxy
 from tools.drill import conduct_checks, evidence, recovery_times
 from tools.drill.conduct_checks import ConductReport, Snapshot, StuckWatch
-from tools.drill.drill_setup import cluster_spec, journal_path, possible_targets, server_specs, starts_path
+from tools.drill.drill_setup import (
+    cluster_spec,
+    journal_path,
+    open_account,
+    possible_targets,
+    server_specs,
+    starts_path,
+)
 from tools.drill.evidence import LeaseComparison
 from tools.drill.fault_injection import FaultInjector, InjectedFault, find_killed, limits_in_force
 from tools.drill.fault_schedule import OUTSIDE, Fault, Kind, schedule
@@ -131,6 +138,7 @@ class _Drill:
             left.callback(self._end)
             with self._console.status("Starting Valkey, workers, beat, the API and four inference servers ..."):
                 self._cluster.start()
+                open_account(self._cluster.url)
             self._comparison = LeaseComparison(self._cluster.redis_url, self._cluster.servers)
             self._console.print(
                 f"seed {self._options.seed}: {len(self._planned_jobs)} jobs, {len(self._faults)} faults in "
@@ -330,6 +338,7 @@ class _Drill:
                 "undue retries": conduct_checks.undue_retries(records.events_by_job, runs),
                 "undue crashes": conduct_checks.undue_crashes(records.events_by_job, runs, deaths, wall_ns),
                 "undeserved ends": conduct_checks.unexpected_ends(records.states, self._cluster.revoked, with_deadline),
+                "credits": conduct_checks.undue_charges(records.states, records.charges, records.unbalanced),
                 "over limits": conduct_checks.over_limits(runs, limits_in_force(injected, self._cluster.servers)),
                 **conduct_checks.webhook_faults(hooked, self._receiver.deliveries, records.pending_messages),
             }
@@ -405,6 +414,8 @@ class _Records:
         self.numbers = evidence.job_numbers(database)
         self.pending_messages = evidence.pending_messages(database, now_ms())
         self.balance = ledger.read(database)
+        self.unbalanced = credits.find_unbalanced(database, with_transfers=True)
+        self.charges = evidence.charges(database)
 
 
 def _may_cost_crash(injection: InjectedFault) -> bool:

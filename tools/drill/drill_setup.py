@@ -5,11 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.up import ports
+from app.up.errors import UpError
+from slotkeeper.client import Client
+from slotkeeper.client_errors import ClientError
+from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tools.cluster import process_clocks
 from tools.cluster.cluster import POSTGRESQL, SQLITE, Cluster, ClusterSpec, ServerSpec
 from tools.drill.drill_model import STARTS
 from tools.drill.fault_schedule import OUTSIDE, Kind, targets
 
+_PRICE, _GRANTED = 10_000, 10**15  # micro-credits, for a second and in all
 # Jobs that random kills hit several times must not be taken for jobs that crash their servers.
 _COMMON_CONFIG: dict[str, object] = {"max_crashes": 100}
 _CONFIGS: Mapping[str, dict[str, object]] = {
@@ -51,6 +56,18 @@ def server_specs(home: Path, slots: int = 8) -> list[ServerSpec]:
         _server(home, "async-1", "async", slots - 2 * quarter - 1),
         _server(home, "plain-1", "plain", 1),
     ]
+
+
+def open_account(url: str) -> None:
+    """Let all jobs of the drill cost something.  Raises UpError."""
+    client, tenant = Client(url), LOCAL_IDENTITY.tenant.name
+    try:
+        client.request("PUT", "/admin/prices", body={"prices": [{"per_slot_s": _PRICE}]})
+        client.request("PUT", f"/admin/tenants/{tenant}/credit-account", body={})
+        grant = {"kind": "grant", "amount": _GRANTED, "reason": "drill"}
+        client.post(f"/admin/tenants/{tenant}/credits", grant, {"Idempotency-Key": "drill"})
+    except ClientError as error:
+        raise UpError(f"The account could not be opened: {error}") from error
 
 
 def journal_path(home: Path, server: str) -> Path:

@@ -20,10 +20,11 @@ from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events as _events_table
 from slotkeeper.jobs.tables import jobs as _jobs_table
 from slotkeeper.jobs.tables import messages as _messages_table
+from slotkeeper.jobs.tables import transfers as _transfers_table
 from slotkeeper.jobs.values import Event
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from tools.cluster.cluster import ServerSpec
-from tools.drill.conduct_checks import PendingMessage
+from tools.drill.conduct_checks import Charge, PendingMessage
 from tools.drill.history_checks import Receipt, Recorded, Run
 
 CUT = "cut"
@@ -124,6 +125,16 @@ def _turn(events: Iterable[Event]) -> tuple[int, int] | None:
     if started is None or not started.data.get("offer"):
         return None
     return int(started.data["epoch"]), int(started.data["offer"])
+
+
+def charges(database: Database) -> dict[str, list[Charge]]:
+    """Return the transfers of each job, the oldest first."""
+    query = select(_transfers_table).where(_transfers_table.c.seq.is_not(None)).order_by(_transfers_table.c.id)
+    found: dict[str, list[Charge]] = defaultdict(list)
+    with database.read() as connection:
+        for row in connection.execute(query):
+            found[row.job_id].append(Charge(row.kind, row.amount, row.why))
+    return found
 
 
 def job_numbers(database: Database) -> dict[str, int]:

@@ -261,7 +261,12 @@ def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
     api.model()
     api.model("other")
     dead = [an_ended_job(api.dispatcher.store, State.DEAD, model=name).id for name in ("zimg", "other", "zimg")]
-    assert api.client.post("/admin/dlq/retry-all?model=zimg").json == {"retried": 2, "more": False, "left_out": 0, "unpaid": []}
+    assert api.client.post("/admin/dlq/retry-all?model=zimg").json == {
+        "retried": 2,
+        "more": False,
+        "left_out": 0,
+        "unpaid": [],
+    }
     assert [api.job(job_id).state for job_id in dead] == [State.QUEUED, State.DEAD, State.QUEUED]
     for query in ("model=a%20b", "Model=other"):
         assert api.client.post(f"/admin/dlq/retry-all?{query}").status_code == 422, "and not all of them"

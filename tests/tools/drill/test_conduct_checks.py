@@ -7,6 +7,7 @@ import pytest
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.values import Event
 from tools.drill.conduct_checks import (
+    Charge,
     ConductReport,
     Limit,
     PendingMessage,
@@ -14,6 +15,7 @@ from tools.drill.conduct_checks import (
     StuckWatch,
     duplicate_accepts,
     over_limits,
+    undue_charges,
     undue_crashes,
     undue_retries,
     unexpected_ends,
@@ -114,6 +116,29 @@ def test_only_revoked_jobs_are_canceled_and_only_jobs_with_a_deadline_expire() -
 def test_a_planned_job_that_became_two_jobs_is_a_duplicate() -> None:
     assert duplicate_accepts({"j1": 1, "j2": 2}) == []
     assert duplicate_accepts({"j1": 1, "j2": 2, "j3": 1}) == ["planned job 1: j1, j3"]
+
+
+# -- credits -----------------------------------------------------------------------------------------------
+
+HELD, PAID = Charge("reserve", 5, None), Charge("settle", 3, "finished")
+FREE = Charge("settle", 0, "retries_exhausted")
+
+
+def test_each_ended_job_is_charged_once_for_each_of_its_ends() -> None:
+    states = {"j": State.COMPLETED, "waits": State.QUEUED}
+    assert undue_charges(states, {"j": [HELD, PAID], "waits": [HELD]}, {}) == []
+    assert undue_charges(states, {"j": [HELD, FREE, HELD, PAID]}, {}) == []
+    for made in ([], [HELD], [HELD, PAID, PAID]):
+        kinds = [charge.kind for charge in made]
+        assert undue_charges(states, {"j": made}, {}) == [f"j is completed, with the transfers {kinds}"]
+
+
+def test_a_job_pays_for_no_failure_and_balances_agree() -> None:
+    charged = {"j": [HELD, Charge("settle", 3, "retries_exhausted")]}
+    assert undue_charges({"j": State.DEAD}, charged, {"acme": ["held 5, and its jobs hold 0"]}) == [
+        "acme: held 5, and its jobs hold 0",
+        "j cost 3 for retries_exhausted",
+    ]
 
 
 # -- limits ------------------------------------------------------------------------------------------------

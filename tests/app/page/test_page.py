@@ -264,6 +264,33 @@ def test_limits_are_changed_one_by_one(api: Api, settings: dict[str, str], opera
 
 
 @KEYED
+def test_an_account_is_opened_and_gets_credits_once_for_each_form(
+    api: Api, settings: dict[str, str], operator: Visitor
+) -> None:
+    api.tenant("acme")
+    path = "/page/credits?tenant=acme"
+    assert "This tenant has no account" in operator.get(path).text
+    opened = operator.post("/page/credits/account", tenant="acme", act="open", overdraft="1.5", low="")
+    assert opened.status_code == 303
+    grant = {"tenant": "acme", "kind": "grant", "amount": "1,250.5", "reason": "<b>paid</b>", "key": "k"}
+    for _ in range(2):
+        assert operator.post("/page/credits/act", **grant).location == f"{path}&done=credited"
+    shown = operator.get(path).text
+    assert "<dd>1,250.5</dd>" in shown and "&lt;b&gt;paid&lt;/b&gt;" in shown and shown.count("<td>grant</td>") == 1
+    for wrong in (
+        {"amount": "0,5"},
+        {"amount": ""},
+        {"kind": "withdraw", "amount": "2000"},
+        {"kind": "refund"},
+    ):
+        refused = operator.post("/page/credits/act", **grant | {"key": "other"} | wrong)
+        assert refused.status_code in (409, 422) and 'role="alert"' in refused.text, wrong
+    assert "1,250.5" in operator.get("/page/prices").text
+    operator.post("/page/credits/account", tenant="acme", act="close")
+    assert "The account is closed" in operator.get(path).text
+
+
+@KEYED
 def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_it(
     api: Api, settings: dict[str, str], operator: Visitor
 ) -> None:

@@ -88,6 +88,17 @@ class Installation:
         self.call("POST", f"/batches/{batch}/pause", "acme")
         return batch
 
+    def pay(self, tenant: str) -> None:
+        """Let a tenant pay for its jobs."""
+        self.call(
+            "PUT", "/admin/prices", prices=[{"constraints": {"pool": "fast"}, "per_slot_s": 7}, {"per_slot_s": 9}]
+        )
+        self.call("PUT", f"/admin/tenants/{tenant}/credit-account", overdraft=1_500_000, low_mark=250_000)
+        headers = {"Authorization": f"Bearer {self.keys['root']}", "Idempotency-Key": "first"}
+        body = {"kind": "grant", "amount": 1_234_500_000, "reason": EVIL}
+        url = f"{self.url}/admin/tenants/{tenant}/credits"
+        assert requests.post(url, json=body, headers=headers, timeout=70).ok
+
     def model(self, name: str, endpoint: str, slots: int, server: str, attributes: Any = None, **config: Any) -> None:
         self.call("PUT", f"/admin/model-configs/{name}", **config)
         body = {"model": name, "server": server, "endpoint": endpoint, "slots": slots, "attributes": attributes or {}}
@@ -135,6 +146,7 @@ def _live(it: Installation, server: Any) -> None:
     it.model("idle", f"{server(1)}/generate", 1, "idle-api1")
     it.call("PATCH", "/admin/models/idle", state="paused", reason=EVIL)
     url = "http://127.0.0.1:9/hook"
+    it.pay("globex")
     it.webhook = it.call("POST", "/webhooks", EVIL, url=url, description=EVIL)["webhook"]
     it.jobs["waiting"] = it.submit("idle", EVIL, **{EVIL: EVIL})
     it.jobs["dead1"], it.jobs["dead2"] = (it.submit("broken", fail="error", seconds=0) for _ in range(2))
@@ -206,6 +218,10 @@ def screens(it: Installation) -> dict[str, str]:
         "dead": "/page/dead",
         "tenants": "/page/tenants",
         "usage": "/page/usage?tenant=acme",
+        "credits": "/page/credits?tenant=globex",
+        "no-credits": "/page/credits?tenant=acme",
+        "prices": "/page/prices",
+        "paid-job": f"/page/jobs/{it.jobs['slow']}",
         "keys": "/page/keys?tenant=acme",
         "webhooks": "/page/webhooks",
         "webhook": f"/page/webhooks/{it.webhook}",
@@ -460,7 +476,7 @@ def test_a_tenant_sees_its_own_and_no_more(chromium: Browser, installation: Inst
     page = context.new_page()
     _log_in(page, installation.keys["globex"])
     expect(page.get_by_role("navigation")).to_have_text(
-        re.compile(r"^\s*Overview\s+Jobs\s+Batches\s+Dead\s+Usage\s+Webhooks\s*$")
+        re.compile(r"^\s*Overview\s+Jobs\s+Batches\s+Dead\s+Usage\s+Credits\s+Webhooks\s*$")
     )
     assert page.locator(f'a[href="/page/jobs/{installation.jobs["slow"]}"]').count() == 1
     assert page.locator(f'a[href="/page/jobs/{installation.jobs["limited"]}"]').count() == 0

@@ -27,7 +27,7 @@ from app.cli.submit_commands import Job, format_basis, start_of, wait_for_jobs
 from app.terminal import console, echo, escape_line
 
 _STATES = ("queued", "delayed", "running", "completed", "failed", "expired", "canceled", "dead")
-_HIDDEN_FIELDS = ("links", "deduplicated", "result", "payload", "error", "last_error", "cancel_requested")
+_HIDDEN_FIELDS = ("cost", "links", "deduplicated", "result", "payload", "error", "last_error", "cancel_requested")
 
 
 @click.group()

@@ -20,6 +20,7 @@ from app.api import (
     submit_views,
     tenant_views,
     usage_views,
+    validation_views,
     webhook_views,
 )
 from app.auth import access
@@ -48,6 +49,7 @@ _APIS: tuple[APIBlueprint, ...] = (
     usage_views.api,
     credit_views.api,
     credit_views.admin_api,
+    validation_views.api,
     job_views.dlq_api,
     operation_views.ledger_api,
     audit_views.api,

@@ -51,6 +51,8 @@ class RoutingSettings(Settings):
     """Different constraints of all tenants together that may wait in one fleet; a further submit gets 429."""
     withhold_max_ms: int = Field(600_000, ge=0)
     """Longest time for which a slot is quarantined because its server may still run a job that has ended."""
+    validation_max_wrong: float = Field(0.2, gt=0, le=1)
+    """Share of wrong answers to validations, of its last 20 and at least 5, at which a server is drained."""
     batch_open_s: float = Field(86_400.0, gt=0)
     """An open batch that has received no line for this time is closed."""
     catalog_refresh_s: float = Field(1.0, ge=0)

@@ -30,7 +30,7 @@ ACTIONS = frozenset(
         *(f"batch.{word}" for word in ("cancel", "pause", "resume")),
         *("server.register", "server.remove", "server.keep", "server.reset", "server.release"),
         *("model.remove", "model.keep"),
-        *("defaults.set", "defaults.remove", "price.set"),
+        *("defaults.set", "defaults.remove", "price.set", "validation.set", "validation.remove"),
         *(f"credit.{word}" for word in ("open", "close", "grant", "withdraw", "refund")),
         *("key.add", "key.change", "key.rotate", "key.revoke"),
         *("model.configure", "tenant.add", "tenant.change", "tenant.remove"),

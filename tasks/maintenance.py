@@ -12,8 +12,17 @@ from itertools import count as count_up
 
 import structlog
 
+from routing.config import RoutingSettings
 from routing.dispatch import batch_control
-from routing.maintenance import deadlines, decommission, invariants, quarantined_slots, task_runs, watched
+from routing.maintenance import (
+    deadlines,
+    decommission,
+    invariants,
+    quarantined_slots,
+    task_runs,
+    validation_jobs,
+    watched,
+)
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
 from routing.maintenance.sweep import Sweeper
@@ -46,6 +55,7 @@ from tasks.services import (
     result_notifier,
     scripts,
     task_run_recorder,
+    validations,
     workers,
 )
 
@@ -57,6 +67,7 @@ _NO_LIMIT = 1_000_000
 _KEEP_TIME_LIMIT_S = 0.8  # of one pass of `keep_time`
 _DRIVE_LIMIT_S = 1.5
 _PURGE_LIMIT_S = 50.0  # of each minute, while anything is overdue
+_ANSWERS_KEPT_MS = 30 * 86_400_000  # of validations
 _CARRY_LIMIT_S, _CARRIED_AT_ONCE = 20.0, 500
 _MOST_SKEW_MS = 3_600_000  # of this host's clock; above it, nothing is deleted by its age
 _COUNT_LIMIT_S = 4.0
@@ -208,6 +219,14 @@ def _check_health(names: Iterable[str]) -> None:
         server_checks().apply_reports(reports, may_reap=not _grace.is_active)
 
 
+@_periodic_task("validate_servers")
+def validate_servers() -> None:
+    """Submit the jobs of validations that are due, and judge servers by the results of earlier ones."""
+    most_wrong = RoutingSettings().validation_max_wrong
+    validation_jobs.judge_answers(dispatcher(), validations(), catalog(), most_wrong)
+    validation_jobs.submit_due(dispatcher(), validations())
+
+
 @_periodic_task("sync_locks")
 def sync_locks() -> None:
     """Free leases of jobs that their servers do not know, after a second look."""
@@ -276,6 +295,7 @@ def scan_dlq() -> None:
     _carry_old_transfers(StorageSettings())
     server_descriptions.delete_unused(database(), now_ms())
     usage.delete_old_days(database(), now_ms())
+    validations().delete_old(clock.ago_ms(_ANSWERS_KEPT_MS, now_ms()))
     reseal_secrets()
     log.info("dlq_scanned", dead=dead, purged=removed)
 

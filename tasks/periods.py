@@ -9,6 +9,7 @@ PERIODS_S = {
     "drive_batches": 2.0,
     "check_servers": 10.0,
     "check_urgent_servers": 2.0,
+    "validate_servers": 10.0,
     "sync_locks": 30.0,
     "reconcile": 300.0,
     "check_invariants": 60.0,

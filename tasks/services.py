@@ -31,6 +31,7 @@ from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.credit_accounts import CreditAccounts
 from slotkeeper.registry.usage import SlotTimes
+from slotkeeper.registry.validations import Validations
 from slotkeeper.registry.webhook_rotations import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
@@ -123,6 +124,11 @@ def store() -> JobStore:
 @singleton
 def batches() -> Batches:
     return Batches(database())
+
+
+@singleton
+def validations() -> Validations:
+    return Validations(database())
 
 
 @singleton

@@ -13,6 +13,7 @@ from app.cli import (
     server_commands,
     submit_commands,
     tenant_commands,
+    validation_commands,
     webhook_commands,
 )
 from app.cli.conform_command import conform
@@ -31,6 +32,7 @@ _GROUPS = (
     tenant_commands,
     key_commands,
     credit_commands,
+    validation_commands,
 )
 
 

@@ -14,7 +14,7 @@ from routing.queries.explain import explain_idle_server
 from routing.queries.model_overview import read_slots
 from slotkeeper.jobs.values import Job
 from slotkeeper.registry.identity import Scope
-from tasks.services import workers
+from tasks.services import validations, workers
 
 _MAX_TILES = 256
 
@@ -38,6 +38,7 @@ def server(server: str) -> Any:
         more=max(0, len(slots) - _MAX_TILES),
         reasons=explain_idle_server(dispatcher(), workers(), registered),
         check_result=check_result,
+        answers=next(iter(validations().read_answers({}, server)), None),
     )
 
 

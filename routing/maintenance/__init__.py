@@ -15,6 +15,7 @@ Every function may run twice at once, late, or not at all for a while.  The task
 | keep_credits, 5 s | `credits.fold_all`, `CreditAccounts.note_low` | submits of tenants with credits get slower |
 | check_servers, 10 s, urgent 2 s | `server_checks.ServerChecks.apply_health` | servers that are down get offers |
 | | `server_checks.ServerChecks.apply_reports` | quarantined slots stay unused |
+| validate_servers, 10 s | `validation_jobs.submit_due`, `judge_answers` | servers that answer wrongly are not found |
 | sync_locks, 30 s | `server_checks.ServerChecks.end_stale_runs` | stale leases of living workers stay |
 | check_invariants, 60 s | `invariants.find_violations` | differences are not reported |
 | reconcile, 5 min | `sweep.Sweeper.reconcile` | removed fleets stay in Redis |

@@ -43,6 +43,7 @@ MOVED_TIMES = {
     "result_notifications.created_ms": _Times(),
     "result_notifications.next_ms": _Times(),
     "tenants.former_until_ms": _Times(),
+    "validations.next_ms": _Times(),
 }
 """The columns that move, as "table.column"."""
 

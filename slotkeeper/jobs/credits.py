@@ -5,8 +5,8 @@
     settle    held ──▶ spent             it has ended: `amount` is charged, the rest is available again
     refund    spent ──▶ available        an operator's act
 
-A row of `transfers` is never changed.  A tenant's balance is the sum of its rows in `balance_parts`, of which each
-transaction adds one; so no row is updated by many, and an end waits for no other.  `fold` replaces them by their sum.
+A row of `transfers` is never changed.  A tenant's balance is the sum of its rows in `balance_parts`; each transaction
+adds one, so no row is updated by many, and an end waits for no other.  `fold` replaces them by their sum.
 
 All amounts are micro-credits.  What was not the customer's fault costs nothing: only the slot time of the run that
 ended the job is charged, and only where its server, or the job's own deadline or cancellation, ended it.
@@ -56,7 +56,7 @@ CHARGED_ENDS = frozenset({Reason.FINISHED, Reason.INVALID_REQUEST, Reason.DEADLI
 MOST_PARTS = 200
 """Parts of a balance; more are replaced by their sum."""
 _UNLIMITED = 2**60
-# Whoever ends a run by its deadline later than this was away, as its worker may have been.
+# A run that is ended by its deadline later than this: maintenance was away, and its worker may have been.
 _SEEN_WITHIN_MS = 10_000
 
 _OF_ONE_TRANSFER = ("seq", "job_id", "number", "model", "server", "price", "why", "actor", "reference")
@@ -211,7 +211,7 @@ def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_en
     """Charge a job that has ended, and release the rest of what it held; nothing if it costs nothing.
 
     row: as its UPDATE returned it, so that each job is settled once.  run_ended_ms: when its server ended the run;
-    None: no run ended so, or nobody saw it.  A run that only waited for the end of an earlier request costs nothing.
+    None: no run ended so, or that was not seen.  A run that only waited for the end of an earlier request costs nothing.
     """
     if row.reserved is None:
         return
@@ -238,7 +238,7 @@ def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_en
 
 
 def _end_by_deadline(seen_ms: int, row: Row) -> int:
-    """Return until when a run is charged that its deadline ended; its start, if nobody was there to see it."""
+    """Return until when a run is charged that its deadline ended: its start, if that was noticed too late."""
     return min(seen_ms, row.deadline_ms) if seen_ms - row.deadline_ms <= _SEEN_WITHIN_MS else row.started_ms
 
 
@@ -444,7 +444,7 @@ def list_of_job(database: Database, seq: int) -> Sequence[Row]:
 
 
 class BatchSums(NamedTuple):
-    """What the jobs of a batch cost, in micro-credits.  slot_ms: what was charged."""
+    """The costs of the jobs of a batch, in micro-credits.  slot_ms: the time that was charged."""
 
     held: int
     charged: int

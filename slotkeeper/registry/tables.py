@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Integer, Table, Text
+from sqlalchemy import BigInteger, CheckConstraint, Column, Float, ForeignKey, Index, Integer, Table, Text
 
 from slotkeeper.db.schema import EMPTY_TEXT, metadata, one_of_check
 from slotkeeper.registry.values import AdminState
@@ -161,4 +161,37 @@ prices = Table(
     Column("reserve_s", Integer, nullable=False, server_default="60"),  # held for a job when it is accepted
     CheckConstraint("per_slot_s >= 0", name="per_slot_s"),
     CheckConstraint("reserve_s > 0", name="reserve_s"),
+)
+
+# Jobs with known answers, which are submitted again and again; see validations.py.
+validations = Table(
+    "validations",
+    metadata,
+    Column("name", Text, primary_key=True),
+    *(Column(name, Text, nullable=False) for name in ("model", "payload", "expected")),  # JSON, but for the model
+    Column("compare", Text, nullable=False, server_default="subset"),
+    Column("tolerance", Float, nullable=False, server_default="0"),
+    Column("every_s", Integer, nullable=False),
+    Column("enabled", Integer, nullable=False, server_default="1"),
+    Column("next_ms", BigInteger, nullable=False, server_default="0"),  # when its next job is submitted
+    Column("changed_by", Text),
+    Column("changed_ms", BigInteger, nullable=False),
+    CheckConstraint(one_of_check("compare", ["equal", "subset", "close"]), name="compare"),
+    CheckConstraint("every_s > 0", name="every_s"),
+)
+
+# One row for each of their jobs.
+validation_answers = Table(
+    "validation_answers",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    Column("validation", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("server", Text),  # on which it ended
+    Column("outcome", Text, nullable=False, server_default="awaited"),
+    Column("at_ms", BigInteger, nullable=False),  # when it was submitted, and then when it was judged
+    Column("detail", Text),  # where a wrong answer differs, or the code of the error
+    CheckConstraint(one_of_check("outcome", ["awaited", "right", "wrong", "none"]), name="outcome"),
+    Index("ix_validation_answers_server", "server", "at_ms"),
+    Index("ix_validation_answers_outcome", "outcome", "at_ms"),
 )

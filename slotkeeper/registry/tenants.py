@@ -17,6 +17,7 @@ from slotkeeper.registry.catalog_changes import Change, Part
 from slotkeeper.registry.identity import FIRST_SCOPES, LOCAL_IDENTITY, Scope, Tenant, format_scopes
 from slotkeeper.registry.tables import tenants
 from slotkeeper.registry.tenant_limits import INSTALLATION, NO_LIMITS, TenantLimits, change_limits, decode_limits
+from slotkeeper.registry.validations import TENANT as VALIDATION_TENANT
 from slotkeeper.registry.webhook_rotations import advance_rotation
 
 MAX_NAME_LENGTH = 200
@@ -28,7 +29,7 @@ OWN_TENANT = "me"
 PATH_WORDS = frozenset({"keys", "usage", "credits", "credit-account"})
 """What stands after a tenant's name in a path of the API or the page."""
 _NOT_ADDED = frozenset({LOCAL_IDENTITY.tenant.name, INSTALLATION})  # They can have limits, and have no keys.
-_RESERVED = frozenset({LOCAL_IDENTITY.tenant.name, OWN_TENANT, "validation"})
+_RESERVED = frozenset({LOCAL_IDENTITY.tenant.name, OWN_TENANT, VALIDATION_TENANT})
 
 
 def check_tenant_name(name: str) -> str:

@@ -42,6 +42,7 @@ def _arguments(command: click.Command) -> list[str]:
         "payload": "{}",
         "amount": "1",
         "price_list": "{}",
+        "expected": "1",
     }
     names = [argument.name or "" for argument in command.params if isinstance(argument, click.Argument)]
     return [samples.get(name, "abc") for name in names]

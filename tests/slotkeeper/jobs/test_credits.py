@@ -179,7 +179,7 @@ def test_an_account_that_is_closed_refuses_nothing_and_settles_what_is_held(stor
     job = _a_paid_job()
     store.submit([job], T0)
     accounts.close("acme", T0)
-    store.submit([_a_paid_job()], T0)  # by a process that has not heard of it
+    store.submit([_a_paid_job()], T0)  # by a process with the catalog before
     assert _balance(accounts) == (-600, 1200, 0)
     attempt = _start(store, job.id)
     store_end(store, job.id, attempt, Reason.FINISHED, T0 + SECOND, result="1", run_ended_ms=T0 + SECOND)

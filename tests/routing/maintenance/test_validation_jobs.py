@@ -1,0 +1,150 @@
+"""Jobs with known answers: submitted like others, judged once, and a server that is often wrong is drained."""
+
+import json
+from typing import Any
+
+from sqlalchemy import select
+
+from routing.dispatch.outcome import OutcomeKind
+from routing.maintenance import validation_jobs
+from slotkeeper.jobs.states import State
+from slotkeeper.jobs.tables import events
+from slotkeeper.registry.catalog import Catalog
+from slotkeeper.registry.validations import TENANT, Validation, Validations
+from slotkeeper.registry.values import AdminState
+from tests.support.stage import SECOND, Stage
+
+RIGHT, WRONG = {"answer": 4, "took": 1}, {"answer": 5}
+
+
+class Validating:
+    """A stage with one validation, and one pass of its task at a time."""
+
+    def __init__(self, stage: Stage, *servers: str) -> None:
+        self.stage, self.validations = stage, Validations(stage.database)
+        for server in servers:
+            stage.register(1, server=server)
+        self.set()
+
+    def set(self, **changes: Any) -> None:
+        given = {
+            "name": "sum",
+            "model": "zimg",
+            "payload": {"prompt": "2 + 2"},
+            "expected": {"answer": 4},
+            "every_s": 60,
+        }
+        self.validations.set(Validation(**given | {"changed_ms": self.stage.now} | changes))
+
+    def submit(self) -> int:
+        return validation_jobs.submit_due(self.stage.dispatcher, self.validations)
+
+    def judge(self) -> int:
+        catalog = Catalog(self.stage.database)
+        return validation_jobs.judge_answers(self.stage.dispatcher, self.validations, catalog, 0.2)
+
+    def answer(self, result: Any, kind: OutcomeKind = OutcomeKind.DONE) -> str:
+        """Submit the next job, run it, and judge; returns the server."""
+        self.stage.later(100 * SECOND)
+        assert self.submit() == 1
+        run = self.stage.start()
+        outcome = {"result": result} if kind is OutcomeKind.DONE else {}
+        self.stage.settle(run, kind, **outcome)
+        assert self.judge() == 1
+        return run.lease.server
+
+    def state(self, server: str) -> str:
+        return self.stage.dispatcher.catalog.refresh().servers[server].state
+
+    def failures(self) -> list[dict[str, Any]]:
+        with self.stage.database.read() as connection:
+            rows = connection.execute(select(events).where(events.c.type == "validation.failed")).all()
+        return [json.loads(row.data) for row in rows]
+
+
+def test_a_job_is_submitted_when_it_is_due_as_the_tenant_of_validations(stage: Stage) -> None:
+    it = Validating(stage, "gpu")
+    assert (it.submit(), it.submit()) == (1, 0)
+    (job,) = stage.store.list_queued()
+    stored = stage.job(job.id)
+    assert (stored.tenant, stored.source, stored.deadline_ms, stored.payload) == (
+        TENANT,
+        TENANT,
+        None,
+        '{"prompt":"2 + 2"}',
+    )
+    stage.later(91 * SECOND)
+    assert it.submit() == 1
+    it.set(is_enabled=False)
+    assert it.submit() == 0
+
+
+def test_answers_are_judged_once_each(stage: Stage) -> None:
+    it = Validating(stage, "gpu")
+    for result in (RIGHT, WRONG):
+        it.answer(result)
+    it.answer(None, OutcomeKind.FAILED)
+    assert it.judge() == 0
+    (answers,) = it.validations.read_answers({})
+    assert (answers.server, answers.right, answers.wrong, answers.none) == ("gpu", 1, 1, 1)
+    assert answers.last_wrong == "result.answer differs"
+
+
+def test_a_server_that_is_often_wrong_is_drained_until_an_operator_resumes_it(stage: Stage) -> None:
+    it = Validating(stage, "gpu", "other")
+    stage.set_state(AdminState.PAUSED, "other")
+    for _ in range(4):
+        it.answer(RIGHT)
+    stage.set_state(AdminState.ONLINE, "other")
+    stage.set_state(AdminState.PAUSED, "other")
+    assert it.answer(WRONG) == "gpu"
+    assert it.state("gpu") == "online", "it was the last one that takes jobs"
+    assert it.failures() == [{"server": "gpu", "wrong": 1, "of": 5, "drained": False, "last": "result.answer differs"}]
+    stage.set_state(AdminState.ONLINE, "other")
+    while it.answer(WRONG) != "gpu":
+        pass
+    assert it.state("gpu") == "draining" and it.failures()[-1]["drained"]
+    found = stage.dispatcher.catalog.get().servers["gpu"]
+    assert found.reason is not None and "of its last" in found.reason and found.changed_by == "slotkeeper"
+    stage.set_state(AdminState.ONLINE, "gpu")
+    stage.set_state(AdminState.PAUSED, "other")
+    it.answer(WRONG)
+    assert it.state("gpu") == "online", "what came before it was resumed is over"
+
+
+def test_few_wrong_answers_drain_nothing(stage: Stage) -> None:
+    it = Validating(stage, "gpu", "other")
+    stage.set_state(AdminState.PAUSED, "other")
+    for n in range(20):
+        it.answer(WRONG if n in (6, 12) else RIGHT)
+    assert it.state("gpu") == "online" and it.failures() == []
+
+
+def test_a_job_that_waits_too_long_is_canceled_and_says_nothing(stage: Stage) -> None:
+    it = Validating(stage)
+    stage.register(1)
+    stage.submit()
+    stage.start()
+    assert it.submit() == 1
+    (job,) = stage.store.list_queued()
+    stage.later(599 * SECOND)
+    assert it.judge() == 0
+    stage.later(2 * SECOND)
+    assert it.judge() == 0 and stage.state(job.id) is State.CANCELED
+    assert it.judge() == 1 and it.validations.read_answers({}) == []
+
+
+def test_a_job_that_was_noted_and_never_submitted_is_given_up(stage: Stage) -> None:
+    it = Validating(stage, "gpu")
+    (due,) = it.validations.list_all()
+    assert it.validations.claim(due, stage.now + 10**9, "nobody", stage.now)
+    assert it.judge() == 0
+    stage.later(601 * SECOND)
+    assert it.judge() == 1 and it.validations.list_awaited(10) == []
+
+
+def test_a_validation_of_a_model_that_is_gone_stops_no_other(stage: Stage) -> None:
+    it = Validating(stage, "gpu")
+    it.set(name="a", model="gone")
+    assert it.submit() == 1
+    assert len(it.validations.list_awaited(10)) == 1

@@ -211,7 +211,7 @@ def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_en
     """Charge a job that has ended, and release the rest of what it held; nothing if it costs nothing.
 
     row: as its UPDATE returned it, so that each job is settled once.  run_ended_ms: when its server ended the run;
-    None: no run ended so, or that was not seen.  A run that only waited for the end of an earlier request costs nothing.
+    None: no run ended so, or that was not seen.  A run that only waited for an earlier request costs nothing.
     """
     if row.reserved is None:
         return

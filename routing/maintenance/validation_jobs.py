@@ -20,6 +20,7 @@ from slotkeeper.jobs import events
 from slotkeeper.jobs.states import FINAL_STATES, State
 from slotkeeper.jobs.terms import OnFailure
 from slotkeeper.jobs.values import Job, JobError, new_job_id
+from slotkeeper.outbox import retention
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.identity import Identity, Scope, Tenant
 from slotkeeper.registry.snapshot import CatalogSnapshot
@@ -88,6 +89,9 @@ def judge_answers(dispatcher: Dispatcher, validations: Validations, catalog: Cat
                 judged += 1
                 if outcome is AnswerOutcome.WRONG and server is not None:
                     wrong_at.add(server)
+            if job is not None and job.state is State.DEAD:  # No client waits for it.
+                with suppress(Conflict):  # A webhook still has to receive its events; retention deletes it later.
+                    retention.delete_dead_job(dispatcher.store.database, job.id)
     for server in sorted(wrong_at):
         _judge_server(dispatcher, validations, catalog, server, most_wrong)
     return judged

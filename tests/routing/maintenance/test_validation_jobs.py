@@ -7,6 +7,7 @@ from sqlalchemy import select
 
 from routing.dispatch.outcome import OutcomeKind
 from routing.maintenance import validation_jobs
+from slotkeeper.jobs import ledger
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.tables import events
 from slotkeeper.registry.catalog import Catalog
@@ -88,6 +89,15 @@ def test_answers_are_judged_once_each(stage: Stage) -> None:
     (answers,) = it.validations.read_answers({})
     assert (answers.server, answers.right, answers.wrong, answers.none) == ("gpu", 1, 1, 1)
     assert answers.last_wrong == "result.answer differs"
+
+
+def test_a_job_that_fails_does_not_stay_among_the_dead_ones(stage: Stage) -> None:
+    it = Validating(stage)
+    stage.register(1, max_retries=0)
+    it.answer(None, OutcomeKind.RETRY)
+    (answers,) = it.validations.read_answers({})
+    assert (answers.none, answers.judged) == (1, 0)
+    assert ledger.count_by_state(stage.database)[State.DEAD] == 0
 
 
 def test_a_server_that_is_often_wrong_is_drained_until_an_operator_resumes_it(stage: Stage) -> None:

@@ -144,7 +144,7 @@ class Stage:
         rebuild.refresh_fleet(self.dispatcher, self.catalog.read().models[model].fleet)
 
     def set_state(self, state: str, server: str = "gpu") -> None:
-        self.catalog.set_server_state(server, state)
+        self.catalog.set_server_state(server, state, now_ms=self.now)
         rebuild.refresh_fleet(self.dispatcher, self.catalog.read().servers[server].fleet)
 
     def submit(self, model: str = "zimg", **changes: Any) -> str:

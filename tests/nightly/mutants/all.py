@@ -3,6 +3,7 @@
 from tests.nightly.mutants import (
     mutants_api,
     mutants_celery,
+    mutants_credits,
     mutants_database,
     mutants_dispatch,
     mutants_http,
@@ -23,6 +24,7 @@ from tests.nightly.mutants.operators import Mutant
 MUTANTS: list[Mutant] = [
     *mutants_jobs.MUTANTS,
     *mutants_database.MUTANTS,
+    *mutants_credits.MUTANTS,
     *mutants_registry.MUTANTS,
     *mutants_outbox.MUTANTS,
     *mutants_queue.MUTANTS,

@@ -64,11 +64,10 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
         # The server calls this view once more after the wait.  This answer is sent only if it cannot wait.
         defer(request.environ, WaitForJob(job.id, query.wait, gone_s))
     payload = read_payload(job) if query.include else None
-    cost = read_cost(dispatcher().store.database, job)
     return JobDetail.build(
         job,
         payload=payload,
-        cost=None if cost is None else CostView.build(cost),
+        cost=None if job.reserved is None else CostView.build(read_cost(dispatcher().store.database, job)),
         **position_fields(job.state, _position_of(job)),
     )
 

@@ -15,12 +15,10 @@ _USUAL_OUTPUT = 1000
 
 
 def with_cost(job: NewJob, catalog: CatalogSnapshot) -> NewJob:
-    """Return a job with its highest price and what is held for it; without, if its tenant or its model costs nothing.
+    """Return a job of a tenant that pays with its highest price and reservation; without, if its model costs nothing.
 
     Held is what `reserve_s` seconds cost at most, in proportion to an `expected_output` above 1,000.
     """
-    if job.tenant not in catalog.metered:
-        return job
     rows = list(_rows_of(catalog, job.model))
     price = max((row.per_slot_s for row in rows), default=0)
     if price == 0:
@@ -32,8 +30,6 @@ def with_cost(job: NewJob, catalog: CatalogSnapshot) -> NewJob:
 
 def price_at(catalog: CatalogSnapshot, model: str, server: str) -> int | None:
     """Return the price of a second of the server's slots (micro-credits); None: the server is not known."""
-    if not catalog.prices:
-        return 0
     found = catalog.servers.get(server)
     if found is None:
         return None

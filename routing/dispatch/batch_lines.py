@@ -175,7 +175,9 @@ def _prepare(
             model = catalog.resolve(submission.request.model)
             if closed := explain_closed_model(catalog, model):
                 raise InvalidJob("model", closed)
-            job = with_cost(prepare_job(submission, model, dispatcher.check_url, now_ms, environment), catalog)
+            job = prepare_job(submission, model, dispatcher.check_url, now_ms, environment)
+            if job.tenant in catalog.metered:
+                job = with_cost(job, catalog)
         except InvalidRequest as error:
             errors.append(_line_error(line, error, value))
         else:

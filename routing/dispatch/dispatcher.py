@@ -144,7 +144,8 @@ class Dispatcher:
             with error_index(index):
                 model = catalog.resolve(submission.request.model)
                 environment = catalog.limits_of(submission.tenant).allowed_environments[0]
-                new.append(with_cost(prepare_job(submission, model, self.check_url, now, environment), catalog))
+                job = prepare_job(submission, model, self.check_url, now, environment)
+                new.append(with_cost(job, catalog) if job.tenant in catalog.metered else job)
         notices, rates = self._admit(new, sender, catalog, now)
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")

@@ -130,7 +130,7 @@ class RunSteps:
             worker,
             catalog.endpoint(offer.server, offer.model),
             fleet=offer.fleet,
-            price=price_at(catalog, offer.model, offer.server),
+            price=price_at(catalog, offer.model, offer.server) if catalog.prices else 0,
         )
         run = await self._io.commit(write)
         if run is None and await self._io.run_in_thread(dispatcher.is_of_older_queue, lease):

@@ -23,26 +23,22 @@ class JobCost:
     sentence: str
 
 
-def read_cost(database: Database, job: Job) -> JobCost | None:
-    """Return what a job costs; None: its tenant pays nothing, or its model costs nothing.
-
-    Raises DatabaseUnavailable.
-    """
-    if job.reserved is None or job.price is None:
-        return None
+def read_cost(database: Database, job: Job) -> JobCost:
+    """Return the cost of a job that was accepted with a price.  Raises DatabaseUnavailable."""
+    reserved, price = job.reserved or 0, job.price or 0
     rows = credits.list_of_job(database, job.seq)
     settled = [row for row in rows if row.kind == "settle"]
     refunded = sum(row.amount for row in rows if row.kind == "refund")
     charged, slot_ms = sum(row.amount for row in settled) - refunded, sum(row.slot_ms for row in settled)
-    held = max(job.reserved, 0)
+    held = max(reserved, 0)
     if job.state not in FINAL_STATES or not settled:
         sentence = (
-            f"{format_credits(held)} credits are held for it; at its end it costs {format_credits(job.price)} credits "
+            f"{format_credits(held)} credits are held for it; at its end it costs {format_credits(price)} credits "
             "for each second of its slot, at most."
         )
     else:
-        sentence = _explain(settled, refunded, job.price)
-    return JobCost(held, charged, job.price, slot_ms, sentence)
+        sentence = _explain(settled, refunded, price)
+    return JobCost(held, charged, price, slot_ms, sentence)
 
 
 def _explain(settled: Sequence[Any], refunded: int, price: int) -> str:

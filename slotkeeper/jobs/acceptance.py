@@ -146,7 +146,8 @@ def _accept_row(tx: Transaction, prepared: PreparedJob, row: Row | None) -> Acce
     if row.closed_name is not None:
         raise closed_models.ModelClosed(f"No jobs are accepted under the name {job.model!r} any more.", model=job.model)
     events.add_row(tx, prepared.event)
-    credits.reserve(tx, job, row.seq, 0, prepared.row["created_ms"])
+    if job.reserved is not None:
+        credits.reserve(tx, job, row.seq, 0, prepared.row["created_ms"])
     is_overdue = job.deadline_ms is not None and job.deadline_ms <= prepared.row["created_ms"]
     return AcceptedJob(job.id, row.seq, prepared.to, is_overdue=is_overdue)
 

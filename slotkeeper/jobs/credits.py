@@ -200,21 +200,18 @@ def make_free(tx: Transaction, seq: int) -> None:
 
 
 def reserve(tx: Transaction, job: Row, seq: int, attempt: int, now_ms: int) -> None:
-    """Hold `job.reserved` for a job that is accepted or revived; nothing if it costs nothing."""
-    if job.reserved is not None:
-        about = {"seq": seq, "job_id": job.id, "model": job.model, "price": job.price, "number": attempt}
-        tx.check_locked(lock_of(job.tenant), _check_reserved, job.tenant)
-        _move(tx, _RESERVES, job.tenant, "reserve", job.reserved, now_ms, Balance(-job.reserved, job.reserved), about)
+    """Hold `job.reserved` for a job that costs something and is accepted or revived."""
+    about = {"seq": seq, "job_id": job.id, "model": job.model, "price": job.price, "number": attempt}
+    tx.check_locked(lock_of(job.tenant), _check_reserved, job.tenant)
+    _move(tx, _RESERVES, job.tenant, "reserve", job.reserved, now_ms, Balance(-job.reserved, job.reserved), about)
 
 
 def settle(tx: Transaction, row: Row, to: State, why: Reason, at_ms: int, run_ended_ms: int | None) -> None:
-    """Charge a job that has ended, and release the rest of what it held; nothing if it costs nothing.
+    """Charge a job that costs something and has ended, and release the rest of its reservation.
 
     row: as its UPDATE returned it, so that each job is settled once.  run_ended_ms: when its server ended the run;
     None: no run ended so, or that was not seen.  A run that only waited for an earlier request costs nothing.
     """
-    if row.reserved is None:
-        return
     held, slot_ms = -row.reserved, 0
     was_answered = why in (Reason.FINISHED, Reason.INVALID_REQUEST)
     was_sent = row.remote_id is not None or row.sent_ms is None or row.sent_ms >= row.started_ms

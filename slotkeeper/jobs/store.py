@@ -556,7 +556,7 @@ def _add_event(tx: Transaction, change: _Change, row: Row) -> None:
 
 def _add_consequences(tx: Transaction, row: Row, change: _Change) -> Transition:
     """Add what a transition requires if it is an end: notifications, and what the job costs."""
-    if change.to in FINAL_STATES:
+    if row.reserved is not None and change.to in FINAL_STATES:
         credits.settle(tx, row, change.to, change.why, change.now_ms, change.run_ended_ms)
     notifications.add_callback_message(tx, row, change.to, change.now_ms)
     notification_id = notifications.add_result_notification(tx, row, change.to, change.now_ms)

@@ -390,7 +390,7 @@ def _miscounted(database: Database, found: dict[str, Job]) -> Iterator[str]:
         charged = {row.why for row in rows if row.amount and row.kind == "settle"}
         if not charged <= CHARGED_ENDS:
             yield f"{job.id} is charged for {charged}"
-    if not any(job.reserved for job in found.values()):
+    if found and not any(job.reserved for job in found.values()):
         yield "no job has cost anything"
 
 

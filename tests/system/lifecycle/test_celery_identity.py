@@ -150,7 +150,7 @@ def test_steps_of_a_canvas_belong_to_the_tenant_of_the_job_before(keyed: Stack, 
 
 
 _CHAIN = """
-first = bare.signature("infer", args=[MODEL, {"seconds": 3}], immutable=True).set(headers={"slotkeeper_token": TOKEN})
+first = bare.signature("infer", args=[MODEL, {"seconds": 8}], immutable=True).set(headers={"slotkeeper_token": TOKEN})
 second = (first | bare.signature("infer", args=[MODEL, {"seconds": 0}], immutable=True)).apply_async()
 print(json.dumps({"first": second.parent.id, "second": second.id}))
 """

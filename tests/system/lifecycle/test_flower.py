@@ -113,7 +113,7 @@ def test_flower_shows_how_a_job_fails_is_tried_again_waits_for_its_time_and_is_c
     watched: tuple[Town, Callable[[str], dict[str, Any]]],
 ) -> None:
     town, told = watched
-    model = town.model(2, retry_backoff=0.1)
+    model = town.model(2, retry_backoff=2)  # Of the events of a job that are sent together, the last one is sent.
 
     def submit(payload: dict[str, Any], **fields: Any) -> str:
         return town.api.submit(model, {"seconds": 0, **payload}, **fields)

@@ -1,12 +1,10 @@
 """Credits: balances and transfers of tenants, operators' acts, and prices."""
 
-import csv
-import io
-from collections.abc import Sequence
 from typing import Any
 
 from flask import Response, request
 
+from app.api.csv_response import csv_response, wants_csv
 from app.api.openapi import blueprint, no_store, problem_responses, required_headers, response_of
 from app.auth.access import visible_name
 from app.context import dispatcher
@@ -36,7 +34,6 @@ from tasks.services import credit_accounts, database, processes
 api = no_store(blueprint("credits", "Credits", "/tenants", scope=Scope.READ))
 admin_api = no_store(blueprint("credit_acts", "Credits", "/admin", scope=Scope.OPERATE))
 
-_CSV = "text/csv"
 _KEY = required_headers(Idempotency_Key="Names this act: if it is sent again, it is done once.")
 
 
@@ -48,14 +45,19 @@ def show_credits(path: TenantPath, query: CreditsQuery) -> dict[str, Any] | Resp
     and the header `Next-Cursor` has the `cursor` of the next page, if there is one.
     404: the tenant has no account: its jobs cost nothing.
     """
-    account = credit_accounts().get(visible_name(path.tenant))
+    view = credits_of(visible_name(path.tenant), query)
+    if not wants_csv():
+        return view
+    headers = {} if view["next_cursor"] is None else {"Next-Cursor": view["next_cursor"]}
+    return csv_response(list(TransferView.model_fields), view["transfers"], headers)
+
+
+def credits_of(tenant: str, query: CreditsQuery) -> dict[str, Any]:
+    """Return CreditsView of a tenant.  Raises NotFound: it has no account."""
+    account = credit_accounts().get(tenant)
     rows = credit_accounts().list_transfers(account, query.before, query.limit)
-    views = [_transfer_view(row) for row in rows]
     cursor = f"t{rows[-1].id}" if len(rows) == query.limit else None
-    if request.accept_mimetypes.best_match(["application/json", _CSV]) == _CSV:
-        headers = {} if cursor is None else {"Next-Cursor": cursor}
-        return Response(_as_csv(views), content_type=f"{_CSV}; charset=utf-8", headers=headers)
-    return CreditsView.build(account, transfers=views, next_cursor=cursor)
+    return CreditsView.build(account, transfers=[_transfer_view(row) for row in rows], next_cursor=cursor)
 
 
 @admin_api.get("/credit-accounts", responses={200: AccountList})
@@ -124,9 +126,9 @@ def get_prices() -> dict[str, Any]:
 
 @admin_api.put("/prices", responses={200: PriceList, **problem_responses(400, 413, 415, 422)})
 def put_prices(body: PricesBody) -> dict[str, Any]:
-    """Replace the price list, for jobs that are accepted from now on, within a second everywhere.
+    """Replace the price list, within a second everywhere.
 
-    A job costs no more than the highest price that could apply when it was accepted.
+    A job costs no more than the highest price that could apply when it was accepted; at its start it may become less.
     """
     given = []
     for index, row in enumerate(body.prices):
@@ -156,11 +158,3 @@ def _require_one_release() -> None:
 def _transfer_view(row: Any) -> dict[str, Any]:
     view = {name: getattr(row, name) for name in TransferView.model_fields if name not in {"at", "carried"}}
     return TransferView.build(**view, at=iso_time(row.at_ms), carried=bool(row.carried))
-
-
-def _as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(TransferView.model_fields), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -1,13 +1,12 @@
 """What tenants have used: time of slots, runs and jobs, by day and model."""
 
-import csv
-import io
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from typing import Any
 
-from flask import Response, request
+from flask import Response
 
+from app.api.csv_response import csv_response, wants_csv
 from app.api.openapi import blueprint, problem_responses
 from app.auth.access import current_identity, visible_name
 from app.schemas.tenant_schemas import TenantPath, UsageList, UsageQuery, UsageRow
@@ -20,7 +19,6 @@ from tasks.services import database
 
 api = blueprint("usage", "Own tenant", "/tenants", scope=Scope.READ)
 
-_CSV = "text/csv"
 _EPOCH = date(1970, 1, 1).toordinal()
 
 
@@ -32,9 +30,9 @@ def list_usage(path: TenantPath, query: UsageQuery) -> dict[str, Any] | Response
     """
     tenant = visible_name(path.tenant)
     rows = usage_rows(tenant, query)
-    if request.accept_mimetypes.best_match(["application/json", _CSV]) != _CSV:
-        return UsageList.build(tenant=tenant, usage=rows)
-    return Response(_as_csv(rows), content_type=f"{_CSV}; charset=utf-8")
+    if wants_csv():
+        return csv_response(list(UsageRow.model_fields), rows)
+    return UsageList.build(tenant=tenant, usage=rows)
 
 
 def usage_rows(tenant: str, query: UsageQuery) -> list[dict[str, Any]]:
@@ -73,11 +71,3 @@ def _row(day: str | None, model: str, usage: Usage) -> dict[str, Any]:
         completed=usage.completed,
         ended=usage.ended,
     )
-
-
-def _as_csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(UsageRow.model_fields), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -221,7 +221,7 @@ def show_prices(as_json: bool) -> None:
 @click.argument("price_list", metavar="PRICES")
 @json_option
 def set_prices(price_list: str, as_json: bool) -> None:
-    """Replace the price list, for jobs that are submitted from now on.
+    """Replace the price list.  No job that was accepted before costs more by it.
 
     PRICES is JSON, - for standard input, or @FILE, with micro-credits: 1,000,000 make a credit.  A row without model is
     for all models, one without constraints for all servers.

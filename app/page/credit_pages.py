@@ -72,7 +72,7 @@ def _render(tenant: str, *, error: str = "") -> Any:
     name = visible_name(tenant)
     query = CreditsQuery.model_validate({"cursor": request.args.get("cursor") or None})
     try:
-        account = credits_api.show_credits(TenantPath(tenant=name), query)
+        account = credits_api.credits_of(name, query)
     except NotFound:
         account = None
     return render_page("credits.html", tenant=name, account=account, acts=_ACTS, key=_new_key(), error=error)

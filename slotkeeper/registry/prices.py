@@ -41,7 +41,7 @@ def list_prices(connection: Connection) -> tuple[Price, ...]:
 
 
 def set_prices(database: Database, given: Sequence[Price], now_ms: int) -> None:
-    """Replace the price list, for jobs that are accepted from now on.  Raises DatabaseUnavailable, CommitUnknown."""
+    """Replace the price list.  Raises DatabaseUnavailable, CommitUnknown."""
     rows = [{"position": position, **asdict(price)} for position, price in enumerate(given)]
 
     def unit(tx: Transaction) -> bool:

@@ -286,6 +286,7 @@ def test_an_account_is_opened_and_gets_credits_once_for_each_form(
         refused = operator.post("/page/credits/act", **grant | {"key": "other"} | wrong)
         assert refused.status_code in (409, 422) and 'role="alert"' in refused.text, wrong
     assert "1,250.5" in operator.get("/page/prices").text
+    assert "<dd>1,250.5</dd>" in operator.get(path, headers={"Accept": "text/csv"}).text, "a page is no table"
     operator.post("/page/credits/account", tenant="acme", act="close")
     assert "The account is closed" in operator.get(path).text
 

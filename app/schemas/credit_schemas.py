@@ -7,22 +7,16 @@ from pydantic import Field
 
 from app.schemas.base import MODEL_NAME, PROVIDED, BodySchema, From, ResponseSchema, Schema, Time
 from app.schemas.cursors import bounded_int, match_cursor
-from routing.admission.constraints import CHOICE_SCHEMAS, NAME_PATTERN, decode_constraints
+from routing.admission.constraints import CONDITION_SCHEMA, NAME_PATTERN, decode_constraints
 from routing.queries.job_cost import JobCost
 from slotkeeper.jobs.tables import TRANSFER_KINDS
 from slotkeeper.registry.credit_accounts import MAX_AMOUNT, Account
 from slotkeeper.registry.prices import MAX_PER_SLOT_S, MAX_PRICES, MAX_RESERVE_S, Price
 
 _CURSOR = "t[1-9][0-9]{0,18}"
-_RANGE: dict[str, Any] = {
-    "type": "object",
-    "properties": {side: {"type": "number"} for side in ("min", "max")},
-    "additionalProperties": False,
-    "minProperties": 1,
-}
 _CONSTRAINTS: dict[str, Any] = {
     "propertyNames": {"pattern": f"^{NAME_PATTERN}$"},
-    "additionalProperties": {"anyOf": [*CHOICE_SCHEMAS, _RANGE]},
+    "additionalProperties": CONDITION_SCHEMA,
 }
 
 

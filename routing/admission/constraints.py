@@ -28,6 +28,18 @@ CHOICE_SCHEMAS = [
     {"type": "array", "items": {"anyOf": _VALUE_SCHEMAS}, "minItems": 1, "maxItems": _MOST_CHOICES},
 ]
 """JSON Schemas of an attribute, and of a condition that names values: one value, or several."""
+CONDITION_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        *CHOICE_SCHEMAS,
+        {
+            "type": "object",
+            "properties": {"min": {"type": "number"}, "max": {"type": "number"}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ]
+}
+"""JSON Schema of a condition: values of which one must be met, or a range."""
 _ENVIRONMENT_LINE = f"{ENVIRONMENT}="
 _BOUNDS = {"min": ">=", "max": "<="}
 _DECIMAL = re.compile(r"-?[0-9][0-9.]*(?:[eE][-+]?[0-9]*)?")

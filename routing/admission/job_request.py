@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from routing.admission.constraints import CHOICE_SCHEMAS
+from routing.admission.constraints import CONDITION_SCHEMA
 from routing.admission.labels import LABEL_PATTERN, MAX_LABEL_LENGTH, MAX_LABELS
 from slotkeeper.jobs.terms import MAX_GONE_S, MAX_OUTPUT, MIN_GONE_S, OnFailure
 
@@ -56,17 +56,7 @@ _Constraints = Annotated[
                 {
                     "type": "object",
                     "maxProperties": 20,
-                    "additionalProperties": {
-                        "anyOf": [
-                            *CHOICE_SCHEMAS,
-                            {
-                                "type": "object",
-                                "properties": {"min": {"type": "number"}, "max": {"type": "number"}},
-                                "additionalProperties": False,
-                                "minProperties": 1,
-                            },
-                        ]
-                    },
+                    "additionalProperties": CONDITION_SCHEMA,
                 },
                 {"type": "null"},
             ]

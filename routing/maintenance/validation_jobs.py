@@ -41,7 +41,7 @@ _SENDER = Identity(Tenant(TENANT), None, frozenset({Scope.SUBMIT}))
 _SPREAD = (0.5, 1.5)  # of `every_s`
 _LONGEST_WAIT_MS = 600_000
 _AT_ONCE = 200
-_FEWEST = 5  # answers by which a server is judged
+_FEWEST = 5  # With fewer answers a server is not judged.
 _TOO_LATE = JobError("validation_late", "Canceled before it was started: a validation waits ten minutes at most.")
 
 
@@ -76,9 +76,9 @@ def judge_answers(dispatcher: Dispatcher, validations: Validations, catalog: Cat
     A server is drained if the share of its wrong answers is `most_wrong` or more, unless it is the last one online of
     one of its models: then there is only the event.
     """
-    known = {one.name: one for one in validations.list_all()}
-    judged, wrong_at = 0, set[str]()
-    for awaited in validations.list_awaited(_AT_ONCE):
+    judged, wrong_at, all_awaited = 0, set[str](), validations.list_awaited(_AT_ONCE)
+    known = {one.name: one for one in validations.list_all()} if all_awaited else {}
+    for awaited in all_awaited:
         job = dispatcher.store.get(awaited.job_id)
         if job is not None and job.state not in FINAL_STATES:
             _cancel_late(dispatcher, job, awaited.at_ms)
@@ -104,7 +104,7 @@ def _cancel_late(dispatcher: Dispatcher, job: Job, submitted_ms: int) -> None:
 
 
 def _compare(job: Job | None, validation: Validation | None) -> tuple[AnswerOutcome, str | None]:
-    """Return what came of a job, and where it differs or why there is no result."""
+    """Return the outcome of a job, and where its result differs or why there is none."""
     if job is None or job.state is not State.COMPLETED or job.result is None:
         return AnswerOutcome.NONE, None if job is None else job.error_code
     if validation is None:  # It was removed meanwhile.

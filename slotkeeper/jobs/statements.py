@@ -245,6 +245,7 @@ _MORE_THAN_SHARE = 10  # rows of each model that are read at first, beyond its s
 WHOLE_JOB = CompiledStatement(select(*JOB_COLUMNS).where(_THIS))
 JOB_STATE = CompiledStatement(select(jobs.c.id, jobs.c.seq, jobs.c.state).where(_THIS))
 CANCEL_REQUESTED = CompiledStatement(select(jobs.c.cancel_requested_ms).where(_THIS))
+COST_OF_DEAD = CompiledStatement(select(jobs.c.tenant, jobs.c.reserved).where(_THIS, in_state(State.DEAD)))
 LOCK_JOB = CompiledStatement(select(jobs.c.seq, jobs.c.slot).where(_THIS).with_for_update())
 MESSAGE_HEADERS = CompiledStatement(
     select(jobs.c.model, jobs.c.priority, jobs.c.failures, jobs.c.envelope).where(_THIS)

@@ -366,21 +366,21 @@ class JobStore:
         Raises ModelClosed; InsufficientCredits: it costs something, and its tenant has too few.
         """
         change = _Change(State.DEAD, Reason.REVIVED, now_ms, {"p_id": job_id})
-        job = self.get(job_id)
-        if job is None or job.state is not State.DEAD:
-            return None
-        needed = {} if job.reserved is None else {job.tenant: abs(job.reserved)}
 
         def unit(tx: Transaction) -> QueuedJob | InsufficientCredits | None:
-            is_paid = bool(needed) and credits.has_open_account(tx.connection, job.tenant)
-            if is_paid and (short := credits.find_shortage(tx, needed)):
-                return short[job.tenant]
+            dead = statements.COST_OF_DEAD.fetch_first(tx.connection, {"p_id": job_id})
+            if dead is None:
+                return None
+            was_paid = dead.reserved is not None
+            is_paid = was_paid and credits.has_open_account(tx.connection, dead.tenant)
+            if is_paid and (short := credits.find_shortage(tx, {dead.tenant: -dead.reserved})):
+                return short[dead.tenant]
             if (row := self._apply(tx, change)) is None:
                 return None
             closed_models.check_open(tx, job_id, row.model)
             if is_paid:
                 credits.reserve(tx, row, row.seq, row.attempt, now_ms)
-            elif needed:
+            elif was_paid:
                 credits.make_free(tx, row.seq)
             write_audit(tx, model=row.model, tenant=row.tenant)
             return queued_job_from_row(row)

@@ -29,7 +29,7 @@ _MAX_DETAIL = 500
 
 
 class AnswerOutcome(StrEnum):
-    """What came of a validation's job.  NONE: it ended without a result, which says nothing of its server."""
+    """The outcome of a validation's job.  NONE: it ended without a result, which says nothing of its server."""
 
     AWAITED = "awaited"
     RIGHT = "right"
@@ -178,7 +178,7 @@ class Validations:
     def note(
         self, job_id: str, outcome: AnswerOutcome, now_ms: int, server: str | None = None, detail: str | None = None
     ) -> bool:
-        """Store what came of a job.  Return False if another process has."""
+        """Store the outcome of a job.  Return False if another process has."""
         values = {"outcome": outcome.value, "server": server, "at_ms": now_ms}
         values |= {"detail": None if detail is None else storable_text(detail, _MAX_DETAIL)}
         this = (validation_answers.c.job_id == job_id) & (validation_answers.c.outcome == AnswerOutcome.AWAITED.value)

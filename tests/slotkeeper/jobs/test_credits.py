@@ -609,7 +609,7 @@ class _History:
     def _expire(self, n: int) -> None:
         for job in self._jobs(State.RUNNING):
             if job.deadline_ms is not None and 0 <= self.now_ms - job.deadline_ms <= 10_000:
-                self.charged += job.price * (job.deadline_ms - job.started_ms) // 1000
+                self.charged += job.price * max(job.deadline_ms - job.started_ms, 0) // 1000
         self.store.expire_overdue(self.now_ms)
 
     def _fold(self, n: int) -> None:

@@ -102,6 +102,11 @@ def is_nested_too_deeply(text: bytes) -> bool:
 
 def get_member(text: bytes, token: str) -> Any:
     """Return the member of an object, or an element of a list, by a token of a JSON pointer.  Raises KeyError."""
+    found = _find_bytes(text, token)
+    return json_text.loads(found) if len(found) <= LARGE_BYTES else json_text.RawJson(found, get_member)
+
+
+def _find_bytes(text: bytes, token: str) -> bytes:
     first = _BEGINNING.match(text)
     kind = b"" if first is None else first[1]
     if kind not in b"{[" or (kind == b"[" and not _INDEX.fullmatch(token)):
@@ -113,8 +118,14 @@ def get_member(text: bytes, token: str) -> Any:
         raise KeyError(token) from None
     if raw is msgspec.UNSET:
         raise KeyError(token)
-    found = bytes(raw)
-    return json_text.loads(found) if len(found) <= LARGE_BYTES else json_text.RawJson(found, get_member)
+    return bytes(raw)
+
+
+def find_raw(text: bytes, pointer: Pointer) -> json_text.RawJson:
+    """Return the value at a pointer as its own bytes of the text, which is JSON.  Raises KeyError."""
+    for token in pointer:
+        text = _find_bytes(text, token)
+    return json_text.RawJson(text, get_member)
 
 
 @lru_cache(maxsize=256)

@@ -78,7 +78,7 @@ def compile_description(description: Description) -> CompiledDescription:
     return CompiledDescription(
         description=d,
         submit=_compile_submit(d),
-        stream=compile_stream(d.submit.stream) if d.submit.stream else None,
+        stream=compile_stream(d.submit.stream, may_stay_pending=d.mode == "async") if d.submit.stream else None,
         status=tuple(
             _compile_step(d, f"status[{number}]", step, default_rules.poll_rules())
             for number, step in enumerate(d.status)
@@ -134,6 +134,8 @@ def _make_submit_judge(description: Description, rules: tuple[Rule, ...]) -> Jud
         is_poll=False,
         result=parse(description.submit.result),
         as_text=description.submit.result_as == "text",
+        as_raw=description.submit.result_as == "raw",
+        envelope=_parse_optional(description.submit.envelope),
         errors=error_pointers(description.submit.error),
         id=parse(description.submit.id),
         requires_id=description.mode != "callback",
@@ -150,10 +152,16 @@ def _make_poll_judge(
         is_poll=True,
         result=parse(step.result),
         as_text=step.result_as == "text",
+        as_raw=step.result_as == "raw",
+        envelope=_parse_optional(step.envelope),
         errors=error_pointers(step.error),
         id=parse(description.submit.id),
         requires_id=False,
         echo=parse(description.submit.id) if step.echo else None,
         echo_header=step.echo,
-        progress=parse(step.progress) if isinstance(step, StatusStep) and step.progress is not None else None,
+        progress=_parse_optional(step.progress) if isinstance(step, StatusStep) else None,
     )
+
+
+def _parse_optional(pointer: str | None) -> Pointer | None:
+    return None if pointer is None else parse(pointer)

@@ -173,7 +173,10 @@ class _ResponseReading(_Data):
     meanings: ClassVar[frozenset[str]]  # values of `then` that are allowed here
     rules: Rules = ()
     result: PointerText = "/result"  # "": the whole response
-    result_as: Literal["json", "text"] = "json"  # text: the whole body as a string
+    # text: the whole body as a string.  raw: JSON whose text is stored byte by byte as the server sent it.
+    result_as: Literal["json", "text", "raw"] = "json"
+    # Place of a signed envelope of the result.  Left out of the stored form: a process of the release before reads it.
+    envelope: Annotated[PointerText | None, Field(exclude_if=lambda place: place is None)] = None
     error: PointerText | None = None  # None: /error, /detail and /message
     echo: bool = True  # if the response names a job, it must be this job
 
@@ -336,7 +339,7 @@ class StatusStep(_RequestStep, _ResponseReading):
     """The step that polls a run.  `next` sends the next step of the list."""
 
     sources = JOB_SOURCES
-    meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost", "next"])
+    meanings = frozenset(["done", "pending", "failed", "retry", "canceled", "lost", "unreachable", "next"])
     path: str | None = "/status/{{id}}"
     progress: PointerText | None = "/progress"  # place of a pending run's progress
 

@@ -101,6 +101,10 @@ class Response:
             self._json = parse_json(self._full_body)
         return self._json
 
+    def raw_value(self, pointer: Pointer) -> json_text.RawJson:
+        """Return the value at a pointer, which exists, as the bytes that the server sent."""
+        return large_json.find_raw(self._full_body, pointer)
+
     @property
     def fault(self) -> str:
         """Return why the body is not JSON, as one clause that names the place; "": it is JSON.

@@ -198,6 +198,8 @@ class Judge:
     is_poll: bool  # an unreadable response to a poll means "still pending"; to a submit, it costs a retry
     result: Pointer
     as_text: bool
+    as_raw: bool
+    envelope: Pointer | None
     errors: tuple[Pointer, ...]
     id: Pointer  # submit: place of the server's id
     requires_id: bool  # without an id, the run cannot be polled
@@ -276,13 +278,14 @@ class Judge:
         if document is NOT_JSON:
             return self._bad_answer(redact(describe_unreadable(response), context.secrets), context)
         value = resolve(document, _with_id(self.result, context.remote_id))
+        envelope = None if self.envelope is None else resolve(document, self.envelope)
         if value is MISSING:
-            return Outcome(OutcomeKind.DONE)
-        return (
-            TOO_DEEP
-            if not response.cannot_be_too_deep and is_too_deep(value)
-            else Outcome(OutcomeKind.DONE, result=value)
-        )
+            return Outcome(OutcomeKind.DONE, envelope=envelope)
+        if not response.cannot_be_too_deep and is_too_deep(value):
+            return TOO_DEEP
+        if self.as_raw:
+            value = response.raw_value(self.result)
+        return Outcome(OutcomeKind.DONE, result=value, envelope=envelope)
 
     def _remote_id(self, reply: Response | NoResponse, context: ResponseContext) -> str | None:
         if self.is_poll or isinstance(reply, NoResponse) or reply.json is NOT_JSON:

@@ -109,9 +109,11 @@ class StreamPlan:
     piece: Pointer
     progress: Pointer | None
     keep: tuple[tuple[str, Pointer], ...]
+    ends: frozenset[OutcomeKind]
+    """What the last event of a stream can mean, if it is the whole response."""
 
     @property
-    def ends(self) -> str:
+    def end_conditions(self) -> str:
         """Return the conditions of the events that end the stream, as words for messages."""
         return " or ".join(compiled.condition for compiled in self.rules if compiled.rule.then in _ENDS)
 
@@ -121,8 +123,11 @@ class StreamPlan:
         return any(compiled.rule.then == "last" for compiled in self.rules)
 
 
-def compile_stream(stream: Stream) -> StreamPlan:
-    """Compile a validated stream; the default rules of events follow its own."""
+def compile_stream(stream: Stream, *, may_stay_pending: bool = False) -> StreamPlan:
+    """Compile a validated stream; the default rules of events follow its own.
+
+    may_stay_pending: the run may go on after the end of the stream, and is then polled.
+    """
     rules = (*stream.rules, *(event_rules(stream.join == "last") if stream.frames != "raw" else ()))
     return StreamPlan(
         stream,
@@ -130,6 +135,7 @@ def compile_stream(stream: Stream) -> StreamPlan:
         parse(stream.piece),
         None if stream.progress is None else parse(stream.progress),
         tuple((name, parse(pointer)) for name, pointer in stream.keep.items()),
+        _END_KINDS | {OutcomeKind.PENDING} if may_stay_pending else _END_KINDS,
     )
 
 
@@ -219,8 +225,8 @@ class StreamReader:
         parts = ["The server ended its stream"]
         if not has_length:
             parts.append("it had announced no length, so that it may be cut")
-        if self._plan.ends:
-            parts.append(f"no event matched the rule for its end ({self._plan.ends})")
+        if self._plan.end_conditions:
+            parts.append(f"no event matched the rule for its end ({self._plan.end_conditions})")
         if self._stream.frames != "raw":
             last = self._last_event.decode("utf-8", "replace")
             last = last if len(last) <= _SHOWN_CHARS else last[:_SHOWN_CHARS] + "…"
@@ -308,7 +314,9 @@ class StreamReader:
         """Return the outcome of a complete stream."""
         if self._stream.join == "last":
             judged = None if self._last is None else self._judge.outcome(self._last, self._make_context())
-            return judged if judged and judged.kind in _END_KINDS else self._bad_answer("its last event is no answer")
+            return (
+                judged if judged and judged.kind in self._plan.ends else self._bad_answer("its last event is no answer")
+            )
         joined: Any = self._text.getvalue() if self._stream.join == "text" else self._values
         whole = {"output": joined, **self._kept_values} if self._stream.keep else joined
         return TOO_DEEP if is_too_deep(whole) else Outcome(OutcomeKind.DONE, result=whole)

@@ -4,6 +4,7 @@ import orjson
 import pytest
 
 from routing.dispatch.outcome import Outcome, OutcomeKind
+from slotkeeper import json_text
 from tasks.servers.compiled import compile_description
 from tasks.servers.description import DEFAULT, Description, from_shorthand
 from tasks.servers.responses import FailureReason, NoResponse, Response
@@ -467,3 +468,33 @@ def test_an_error_that_is_too_deep_to_be_quoted_is_still_an_error(read, levels):
 def test_a_response_that_is_too_deep_to_be_parsed_is_too_deep(read, make):
     assert read(response(b'{"status": "success", "result": %s}' % make(5000))) == TOO_DEEP
     assert read(response(b'{"status": "success", "result": %s' % make(100))).code == "bad_answer"
+
+
+@pytest.mark.parametrize(
+    "text", ["-0.0", "1E2", '"\\u00e9"', "12345678901234567890123", '{"a":1,"a":2}', "[1,  2]", "1.10"]
+)
+def test_a_raw_result_is_stored_byte_by_byte_as_the_server_sent_it(text: str) -> None:
+    description = Description.model_validate({"submit": {"result_as": "raw"}})
+    outcome = submitted(response(b'{"status": "success", "result": %b}' % text.encode()), description)
+    assert json_text.dumps(outcome.result) == text.encode()
+
+
+def test_the_envelope_of_a_result_is_read_at_its_place() -> None:
+    given_envelope = {"payload": "x"}
+    body = {"status": "success", "result": 1, "envelope": given_envelope}
+    assert submitted(response(body), Description()).envelope is None
+    description = Description.model_validate({"submit": {"envelope": "/envelope"}})
+    assert submitted(response(body), description).envelope == given_envelope
+
+
+def test_a_description_without_an_envelope_is_stored_as_the_release_before_reads_it() -> None:
+    assert "envelope" not in Description().model_dump_json()
+    described = Description.model_validate({"status": {"envelope": "/envelope"}})
+    assert Description.model_validate_json(described.model_dump_json()) == described
+
+
+def test_a_poll_can_show_that_the_server_never_had_the_run() -> None:
+    rule = {"if": {"pointer": "/never_received", "value": True}, "then": "unreachable"}
+    description = Description.model_validate({"status": {"rules": [rule]}})
+    assert polled(response({"never_received": True}, 404), description).kind is OutcomeKind.UNREACHABLE
+    assert polled(response({}, 404), description).kind is OutcomeKind.LOST

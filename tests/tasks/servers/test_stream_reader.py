@@ -371,3 +371,16 @@ def test_a_stream_of_too_many_values_fails(outcome, monkeypatch):
 def test_a_value_that_is_nested_too_deep_fails(outcome):
     deep = b'{"n":' + b"[" * 210 + b"]" * 210 + b"}\n"
     assert kind_and_code(outcome(chunks(deep, kind=LINES), LISTED)) == (OutcomeKind.FAILED, "answer_too_deep")
+
+
+def test_a_run_can_go_on_after_its_stream_only_if_it_is_polled(scripted, ours):
+    stream = {"rules": [{"if": {"pointer": "/status", "value": "processing"}, "then": "end"}]}
+    answered = chunks(data(b'{"status":"processing","job_id":"r1"}'))
+    http_server = scripted(lambda _seen: answered)
+
+    def submit_in(mode: str) -> Any:
+        description = Description.model_validate({"mode": mode, "submit": {"stream": stream}})
+        return ours(http_server.url + "/generate", description).submit(JOB)
+
+    assert (submit_in("async").kind, submit_in("async").remote_id) == (OutcomeKind.PENDING, "r1")
+    assert kind_and_code(submit_in("sync")) == (OutcomeKind.RETRY, "bad_answer")

@@ -32,6 +32,7 @@ ACTIONS = frozenset(
         *("model.remove", "model.keep"),
         *("defaults.set", "defaults.remove", "price.set", "validation.set", "validation.remove"),
         *(f"credit.{word}" for word in ("open", "close", "grant", "withdraw", "refund")),
+        *(f"node.{word}" for word in ("token", "remove_token", "enroll", "rotate", "revoke", "remove")),
         *("key.add", "key.change", "key.rotate", "key.revoke"),
         *("model.configure", "tenant.add", "tenant.change", "tenant.remove"),
         *("webhook_secret.rotate", "secret.set", "secret.remove", "callback.replay"),

@@ -23,6 +23,7 @@ from routing.maintenance import (
     validation_jobs,
     watched,
 )
+from routing.maintenance.node_connections import NodeKeeper
 from routing.maintenance.reaper import Reaper, RenewalGrace
 from routing.maintenance.restore_leases import MissingLeases
 from routing.maintenance.sweep import Sweeper
@@ -51,6 +52,7 @@ from tasks.services import (
     credit_accounts,
     database,
     dispatcher,
+    nodes,
     process_locks,
     result_notifier,
     scripts,
@@ -93,6 +95,11 @@ def _reaper() -> Reaper:
 @singleton
 def _missing_leases() -> MissingLeases:
     return MissingLeases(dispatcher(), _reaper().state)
+
+
+@singleton
+def _node_keeper() -> NodeKeeper:
+    return NodeKeeper(dispatcher(), nodes())
 
 
 class PeriodicTask:
@@ -217,6 +224,13 @@ def _check_health(names: Iterable[str]) -> None:
     for reports in health_checks().reports_as_they_arrive(pending):
         server_checks().apply_health(reports)
         server_checks().apply_reports(reports, may_reap=not _grace.is_active)
+
+
+@_periodic_task("keep_nodes")
+def keep_nodes() -> None:
+    """End the presence of nodes whose gateway has died, and bring the endpoints of nodes in line with models."""
+    _node_keeper().drop_lost_gateways()
+    _node_keeper().apply_models()
 
 
 @_periodic_task("validate_servers")

@@ -7,6 +7,7 @@ PERIODS_S = {
     "reap_killed": 0.5,
     "watch_runs": 2.0,
     "drive_batches": 2.0,
+    "keep_nodes": 2.0,
     "check_servers": 10.0,
     "check_urgent_servers": 2.0,
     "validate_servers": 10.0,

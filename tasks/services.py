@@ -30,12 +30,14 @@ from slotkeeper.redis.scripts import Scripts
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.catalog_cache import CatalogCache
 from slotkeeper.registry.credit_accounts import CreditAccounts
+from slotkeeper.registry.nodes import Nodes
 from slotkeeper.registry.usage import SlotTimes
 from slotkeeper.registry.validations import Validations
 from slotkeeper.registry.webhook_rotations import SecretRotations
 from slotkeeper.state_folder import restrict_state_folder
 from tasks.config import TaskSettings
 from tasks.security.url_guard import check_url, parse_networks
+from tasks.servers.node_description import node_description
 
 if TYPE_CHECKING:
     from tasks.results import ResultNotifier
@@ -129,6 +131,11 @@ def batches() -> Batches:
 @singleton
 def validations() -> Validations:
     return Validations(database())
+
+
+@singleton
+def nodes() -> Nodes:
+    return Nodes(catalog(), node_description())
 
 
 @singleton

@@ -9,6 +9,7 @@ from app.cli import (
     key_commands,
     local_commands,
     model_commands,
+    node_commands,
     operation_commands,
     server_commands,
     submit_commands,
@@ -33,6 +34,7 @@ _GROUPS = (
     key_commands,
     credit_commands,
     validation_commands,
+    node_commands,
 )
 
 

@@ -30,7 +30,14 @@ KEYS_EVERY_S = 5.0
 _TICK_S = 1.0
 _HEAVY_BYTES = 256 << 10  # bytes; a larger body takes long to parse
 _PUSH_PATH, _PAGE_PATH = "/tasks/callback/", "/page/"
-_KEYLESS = ("/health/", _PUSH_PATH, "/docs", "/openapi.json", _PAGE_PATH)  # /page/ contains the log-in form.
+_KEYLESS = (
+    "/health/",
+    _PUSH_PATH,
+    "/nodes/enroll",
+    "/docs",
+    "/openapi.json",
+    _PAGE_PATH,
+)  # /page/ contains the log-in form.
 _SLOWEST_BYTES = 1 << 10  # of lines, within `body_timeout_s`: a client may make them as it sends them
 _MAX_ANONYMOUS_BYTES = 2048  # The log-in form has two short fields.
 

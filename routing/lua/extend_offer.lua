@@ -1,5 +1,5 @@
 --[[ extend_offer: give an open offer more time, as long as its job may still be started there.
-  Keys: rules, leases, servers
+  Keys: rules, leases, servers, meta
   Takes
     lease: {job_id: text, name: text}, offer_ms: int
     resumes: flag       its server may be running the job already, so the offer stays whatever is paused

@@ -1,12 +1,13 @@
 --[[ server_status: the slots, the breaker and the scores of each server of a fleet.
-  Keys: free, cooling, leases, servers, stats
+  Keys: free, cooling, leases, servers, stats, meta
   Returns
-    servers: [{server: text, free: int, cooling: int, taken: int,
+    servers: [{server: text, absent: flag, free: int, cooling: int, taken: int,
                cooldown_until_ms: int, breaker: "closed" | "open" | "half_open" | "probing",
                open_until_ms: int, open_why: text, opened: int,
                loaded: text, swaps: int, away_since_ms: int, away_why: text, silent_since_ms: int,
                scores: {text: {load: number, failures: number, slowness: number, swap: number, silence: number,
                         total: number}}}]
+      absent             a node that is not connected, or takes no jobs
       cooldown_until_ms  when the first of its slots in cooldown is offered again; 0: none is in cooldown
       away_since_ms      since when it cannot be reached; 0: its last call or health check was answered
       away_why           what its health check says is wrong; empty: it did not answer
@@ -54,9 +55,10 @@ for i = 1, #servers, 2 do
   local server, stats = servers[i], stats_key("server", servers[i])
   local breaker = breaker_of(stats)
   local fields = load_hash(stats)
-  found[#found + 1] = { server, free[server] or 0, cooling[server] or 0, tonumber(fields.taken or "0"),
-    tonumber(cooled[server] or "0"), breaker_state(breaker, now), breaker.until_ms, breaker.why,
-    tonumber(fields.opened or "0"), fields.loaded or "", tonumber(fields.swaps or "0"),
+  local absent = string.find(servers[i + 1], "node ", 1, true) == 1 and not online_server(server)
+  found[#found + 1] = { server, absent and 1 or 0, free[server] or 0, cooling[server] or 0,
+    tonumber(fields.taken or "0"), tonumber(cooled[server] or "0"), breaker_state(breaker, now), breaker.until_ms,
+    breaker.why, tonumber(fields.opened or "0"), fields.loaded or "", tonumber(fields.swaps or "0"),
     tonumber(fields.away_since or "0"), fields.away_why or "", tonumber(fields.silent_since or "0"),
     scores(server, servers[i + 1]) }
 end

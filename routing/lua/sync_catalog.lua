@@ -48,6 +48,7 @@ local function forget_servers(removed)
   for server in pairs(removed) do
     redis.call("UNLINK", stats_key("server", server), STATS .. ":failed:server:" .. server)
     redis.call("HDEL", META, "failures:" .. server, "silent:" .. server)
+    set_field(present_key(), server, false)
   end
 end
 

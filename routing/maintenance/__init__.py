@@ -12,6 +12,7 @@ Every function may run twice at once, late, or not at all for a while.  The task
 | | `quarantined_slots.sync_leases` | quarantined slots are used, or never again |
 | | `decommission.finish_removals` | models and servers are not removed |
 | drive_batches, 2 s | `batch_control.drive_all` | batches are held, released, canceled and ended late |
+| keep_nodes, 2 s | `node_connections.NodeKeeper` | nodes of a dead gateway get offers; models get no nodes |
 | keep_credits, 5 s | `credits.fold_all`, `CreditAccounts.note_low` | submits of tenants with credits get slower |
 | check_servers, 10 s, urgent 2 s | `server_checks.ServerChecks.apply_health` | servers that are down get offers |
 | | `server_checks.ServerChecks.apply_reports` | quarantined slots stay unused |

@@ -13,6 +13,7 @@ from routing.maintenance import rebuild
 from routing.maintenance.pass_state import Shortfall, SweepState
 from routing.queue.fleets import QueueCounts, isolate_errors
 from routing.queue.leases import QUARANTINE_OWNER
+from routing.queue.presence import Presence
 from slotkeeper.crash_points import crash_at
 from slotkeeper.errors import UnknownModel
 from slotkeeper.jobs import ledger, queue_epochs
@@ -116,9 +117,15 @@ class Sweeper:
         Due are fleets with an older version or other slots than the catalog, and now and then all the others.
         """
         dispatcher, synced, now = self._dispatcher, self.state.synced, time.monotonic()
+        with_nodes = {server.fleet for server in catalog.servers.values() if server.node}
+        present = Presence(dispatcher.slots.scripts).list_present(with_nodes) if with_nodes else {}
 
         def is_complete(fleet: str, count: QueueCounts) -> bool:
-            slots = sum(server.slots for server in catalog.servers_of(fleet) if server.takes_jobs)
+            slots = sum(
+                server.slots
+                for server in catalog.servers_of(fleet)
+                if server.takes_jobs and (server.node is None or server.name in present.get(fleet, ()))
+            )
             return count.free + count.cooling + count.taken == slots
 
         def is_due(fleet: str) -> bool:

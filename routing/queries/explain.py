@@ -17,7 +17,8 @@ from routing.queries import job_list, server_status
 from routing.queries.model_status import ModelLoad, read_model_load
 from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
-from routing.queries.server_status import ServerStatus, slot_use
+from routing.queries.server_status import NOT_CONNECTED, ServerStatus, slot_use
+from routing.queue.presence import Connections, NodeState, Presence
 from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
 from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
@@ -237,12 +238,35 @@ def _list_candidates(dispatcher: Dispatcher, catalog: CatalogSnapshot, job: Job,
     """Return all servers of the job's model.  Raises redis errors and DatabaseUnavailable."""
     statuses = server_status.read_servers(dispatcher.slots, fleet)
     quarantined = quarantine.list_by_server(dispatcher.store.database)
+    connections = _read_connections(dispatcher, statuses)
     candidates = []
     for server in catalog.servers.values():
         if job.model in server.endpoints:
             status, slots = statuses.get(server.name), quarantined.get(server.name, ())
-            candidates.append(_Candidate(server, status, slots, _blocked_by(job, server, status, len(slots))))
+            blocked_by = _blocked_by(job, server, status, len(slots))
+            if blocked_by == NOT_CONNECTED:
+                blocked_by = _describe_absence(server, connections)
+            candidates.append(_Candidate(server, status, slots, blocked_by))
     return candidates
+
+
+def _read_connections(dispatcher: Dispatcher, statuses: Mapping[str, ServerStatus]) -> Connections | None:
+    """Return the connections of nodes; None: all nodes are connected, or there are none.  Raises redis errors."""
+    is_any_absent = any(status.absent for status in statuses.values())
+    return Presence(dispatcher.slots.scripts).read() if is_any_absent else None
+
+
+def _describe_absence(server: Server, connections: Connections | None) -> str:
+    """Return why a node takes no jobs, as what it `is`."""
+    found = connections.state_of(server.node.id) if connections is not None and server.node is not None else None
+    if found is None:
+        return "a node that has not connected yet"
+    since = _rounded_up(found.since_ms)
+    if found.state is NodeState.ABSENT:
+        return f"a node that is not connected since {since}"
+    if found.state is NodeState.PAUSED:
+        return f"a node that is paused by its owner since {since}" + (f" ({found.reason})" if found.reason else "")
+    return NOT_CONNECTED  # It has connected in this moment.
 
 
 def _blocked_by(job: Job, server: Server, status: ServerStatus | None, quarantined: int) -> str:
@@ -390,6 +414,9 @@ def _slots_in_use(dispatcher: Dispatcher, server: Server, status: ServerStatus) 
     elif status.breaker == "probing":
         yield Blocker("server_probing", "one trial job is running there, since its breaker was open", server.name)
     yield from _unwell(server.name, status)
+    if status.absent:
+        absence = _describe_absence(server, _read_connections(dispatcher, {server.name: status}))
+        yield Blocker("server_unavailable", f"server {server.name!r} is {absence}", server.name)
     if status.cooling and not status.away_since_ms:
         yield _server_blocker(server.name, "in cooldown", status)
     quarantined = quarantine.list_by_server(dispatcher.store.database).get(server.name, ())

@@ -10,6 +10,9 @@ from typing import Literal, Protocol
 from routing.queue.slots import Slots
 from slotkeeper.redis.scripts import Command, log_failures
 
+NOT_CONNECTED = "not connected"
+"""Why a node takes no jobs, also if its owner has paused it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -27,6 +30,7 @@ class Score:
 class ServerStatus:
     """The status of a server, as the scripts that make offers use it.  Times in ms since the epoch, 0: none.
 
+    `absent`: a node that is not connected, or takes no jobs.
     `taken`: slots with a lease, including quarantined slots.  `cooldown_until_ms`: when the first slot in cooldown is
     offered again.  `away_since_ms`: since when the server could not be reached, or says that it cannot run jobs.
     `away_why`: what it says; "": nothing.  `silent_since_ms`: since when its health check is not answered in time.
@@ -37,6 +41,7 @@ class ServerStatus:
     """
 
     server: str
+    absent: bool
     free: int
     cooling: int
     taken: int
@@ -90,6 +95,8 @@ def blocked_by(status: ServerStatus, quarantined: int) -> str:
 
     `quarantined`: number of its quarantined slots.
     """
+    if status.absent:
+        return NOT_CONNECTED
     if status.breaker in ("open", "probing"):
         return "breaker open" if status.breaker == "open" else "being tried by one job"
     if status.free:

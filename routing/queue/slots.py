@@ -17,6 +17,7 @@ FOREIGN_USE_MS = 12_000
 """How long slots that others use are not offered before the server is asked again."""
 
 _ACCOUNTS_AT_ONCE = 500
+_NODE = "node"  # the state of a node that is online while it is connected
 
 
 def slot_name(server: str, number: int) -> str:
@@ -267,7 +268,9 @@ def server_entry(server: Server) -> str:
     """Return a server in the form that the scripts read, see lua/lib/slots.lua."""
     models = "".join(f"{model}\n" for model in sorted(server.endpoints))
     attributes = "".join(f"@{name}={format_attribute(value)}\n" for name, value in sorted(server.attributes.items()))
-    state = server.state if server.leaving_ms is None else AdminState.DRAINING
+    state: str = server.state if server.leaving_ms is None else AdminState.DRAINING
+    if server.node is not None and state == AdminState.ONLINE:
+        state = _NODE
     return f"{state} {server.slots} {server.weight!r}\n{models}{attributes}"
 
 

@@ -25,6 +25,7 @@ _GIVEN = "coalesce(given_times, '')"
 MOVED_TIMES = {
     "api_keys.expires_ms": _Times(),
     "descriptions.idle_ms": _Times(),
+    "enrolment_tokens.expires_ms": _Times(),
     "jobs.deadline_ms": _Times(f"{_IS_ACTIVE} AND {_GIVEN} NOT LIKE '%deadline%'"),
     "jobs.due_ms": _Times(f"why <> 'scheduled' OR {_GIVEN} NOT LIKE '%not_before%'"),
     "jobs.sent_ms": _Times(_IS_ACTIVE),

@@ -24,7 +24,8 @@ FLEET_KEYS = (
     "cooling",  # zset  slot -> end of its cooldown, ms
     "slots",  # hash  slot -> job, of slots with a lease; slots:<slot> list of further jobs with a lease on it
     "leases",  # zset  job -> when its lease expires, ms; leases:<job> hash of the lease
-    "servers",  # hash  server -> "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…"
+    "servers",  # hash  server -> "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…"; state `node`: a
+    # node, which is online while meta:present has it
     "tags",  # tags:<model> zset tenant -> virtual ms at which its next job starts (policy fair)
     "stats",  # stats:server:<s>, stats:model:<m> hash of measurements: breaker, penalty, means
     "held",  # hash  account -> number of slots that it holds
@@ -35,6 +36,7 @@ FLEET_KEYS = (
     # meta:ready zset kind -> number of offers when one last looked at it; each kind with free slots and work is here;
     # meta:open zset job -> number of its offer, of the leases that no worker has claimed yet;
     # meta:excess hash server -> number of leases beyond its slots; so many fewer of its slots are offered;
+    # meta:present hash server -> number of its connection, of nodes that take jobs; "#<gateway>" -> "1";
     # meta:ungrouped list of classes whose servers may differ after a change of the catalog
 )
 
@@ -73,6 +75,14 @@ class Keys:
     def counters(self) -> str:
         """hash: "<name>|<label>" -> count of all processes, see routing/queries/process_counters.py."""
         return f"{self._prefix}:tallies"
+
+    def nodes(self) -> str:
+        """hash: "node <id>" -> its connection, "gateway <name>" -> its address; see routing/queue/presence.py."""
+        return f"{self._prefix}:nodes"
+
+    def present_nodes(self, fleet: str) -> str:
+        """hash: server -> number of its connection, of the fleet's nodes that take jobs."""
+        return f"{self.fleet_key(fleet, 'meta')}:present"
 
     def tasks(self) -> str:
         """hash: maintenance task -> "<ended> <took>": when it last ended, ms, and how long it took."""

@@ -25,7 +25,7 @@ from slotkeeper.errors import Conflict, DatabaseUnavailable, NotFound
 from slotkeeper.jobs import closed_models
 from slotkeeper.jobs.states import ACTIVE_STATES
 from slotkeeper.jobs.tables import jobs
-from slotkeeper.registry import defaults, model_config, server_descriptions
+from slotkeeper.registry import defaults, model_config, node_keys, server_descriptions
 from slotkeeper.registry.catalog_changes import (
     SELECT_VERSION,
     Change,
@@ -45,7 +45,7 @@ from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.tables import endpoints, models, servers, tenant_states, tenants
 from slotkeeper.registry.tenant_limits import TenantLimits, decode_limits
-from slotkeeper.registry.values import AdminState, Server, TenantState
+from slotkeeper.registry.values import AdminState, NodeIdentity, Server, TenantState
 from slotkeeper.urls import mask_url
 
 T = TypeVar("T")
@@ -146,6 +146,10 @@ class Catalog:
             found["secrets"] = server_descriptions.list_secrets(connection)
         return replace(former, **found)
 
+    def list_models(self, connection: Connection) -> dict[str, Model]:
+        """Return all models, in a transaction that changes them or their servers."""
+        return self._read_models(connection, defaults.list_defaults(connection))
+
     def _read_models(
         self, connection: Connection, known: AllDefaults, names: Collection[str] | None = None
     ) -> dict[str, Model]:
@@ -177,21 +181,14 @@ class Catalog:
         that is neither text nor a finite number, or a weight that is not above 0 and at most 1000.
         """
         values = _server_values(slots, attributes, weight)
-        model_attributes = {f"{model}:{name}": value for name, value in (of_model or {}).items()}
         entry = make_entry("server.register", now_ms=now_ms, model=model, server=server, url=mask_url(url), slots=slots)
 
         def unit(tx: Transaction) -> Server:
-            fleet = _find_common_fleet(tx, model, server)
-            if model_attributes or attributes is not None:
-                values["attributes"] = _merge_attributes(tx, server, attributes, model_attributes)
-            if _ensure_model(tx, model, fleet, now_ms):
-                note_changes(tx, Change(Part.MODEL, model))
-            if_new = {"fleet": fleet, "created_ms": now_ms} | ({"slots": 1} if slots is None else {})
-            upsert(tx.connection, servers, {"name": server}, values, if_new)
-            endpoint: dict[str, Any] = {"url": url}
+            if node_keys.is_node(tx.connection, server):
+                raise Conflict(f"{server!r} is a node, which declares by itself what it serves.", server=server)
+            put_endpoint(tx, model, server, url, values, attributes, of_model or {}, now_ms)
             if overrides is not None:
-                endpoint["overrides"] = _overrides_text(tx, overrides, description, now_ms)
-            upsert(tx.connection, endpoints, {"server": server, "model": model}, endpoint)
+                put_overrides(tx, model, server, overrides, description, now_ms)
             row = tx.connection.execute(select(servers).where(servers.c.name == server)).one()
             return _server(row, tx.connection.execute(select(endpoints).where(endpoints.c.server == server)).all())
 
@@ -364,7 +361,7 @@ def _ensure_model(tx: Transaction, model: str, fleet: str | None, now_ms: int) -
     return known is None or fleet not in (None, known)
 
 
-def _find_common_fleet(tx: Transaction, model: str, server: str) -> str:
+def find_common_fleet(tx: Transaction, model: str, server: str) -> str:
     """Return the fleet of this server and this model: all slots of a server are in one.  Raises Conflict."""
     server_fleet = tx.connection.execute(select(servers.c.fleet).where(servers.c.name == server)).scalar()
     model_fleet = tx.connection.execute(select(models.c.fleet).where(models.c.name == model)).scalar()
@@ -410,6 +407,44 @@ def _check_no_use_by_other_fleets(tx: Transaction, server: str, model: str, flee
         )
 
 
+# -- endpoints ---------------------------------------------------------------------------------------------------
+
+
+def put_endpoint(
+    tx: Transaction,
+    model: str,
+    server: str,
+    url: str,
+    values: Mapping[str, Any],
+    attributes: Mapping[str, str | float] | None,
+    of_model: Mapping[str, str | float],
+    now_ms: int,
+) -> None:
+    """Add or change a server and its endpoint for a model, in a transaction that has raised the version.
+
+    values: columns of the server.  attributes, of_model: as of `Catalog.register`.
+    Raises Conflict if server and model are in different fleets that cannot be merged.
+    """
+    fleet = find_common_fleet(tx, model, server)
+    model_attributes = {f"{model}:{name}": value for name, value in of_model.items()}
+    if model_attributes or attributes is not None:
+        values = {**values, "attributes": _merge_attributes(tx, server, attributes, model_attributes)}
+    if _ensure_model(tx, model, fleet, now_ms):
+        note_changes(tx, Change(Part.MODEL, model))
+    if_new = {"fleet": fleet, "created_ms": now_ms} | ({} if "slots" in values else {"slots": 1})
+    upsert(tx.connection, servers, {"name": server}, values, if_new)
+    upsert(tx.connection, endpoints, {"server": server, "model": model}, {"url": url})
+
+
+def put_overrides(
+    tx: Transaction, model: str, server: str, overrides: Mapping[str, Any], description: str | None, now_ms: int
+) -> None:
+    """Set how a server is called for a model, in a transaction that has raised the version."""
+    text = _overrides_text(tx, overrides, description, now_ms)
+    this = (endpoints.c.server == server) & (endpoints.c.model == model)
+    tx.connection.execute(update(endpoints).where(this).values(overrides=text))
+
+
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
@@ -433,7 +468,7 @@ def _server_values(
     """Return the columns that a registration sets.  Raises ValueError."""
     values: dict[str, Any] = {} if slots is None else {"slots": slots}
     if attributes is not None:
-        values["attributes"] = _attributes_text(attributes)
+        values["attributes"] = encode_attributes(attributes)
     if weight is not None:
         if not (_is_number(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
             raise ValueError(f"weight is {weight!r}; give a number from {_MIN_WEIGHT} to {_MAX_WEIGHT}")
@@ -448,10 +483,11 @@ def _merge_attributes(
     text = tx.connection.execute(select(servers.c.attributes).where(servers.c.name == server)).scalar()
     before: dict[str, str | float] = orjson.loads(text or "{}")
     kept = {name: value for name, value in before.items() if own is None or ":" in name}
-    return _attributes_text({**kept, **(own or {}), **of_model})
+    return encode_attributes({**kept, **(own or {}), **of_model})
 
 
-def _attributes_text(attributes: Mapping[str, str | float]) -> str:
+def encode_attributes(attributes: Mapping[str, str | float]) -> str:
+    """Return the attributes of a server as they are stored.  Raises ValueError."""
     for name, value in attributes.items():
         if not isinstance(value, str) and not _is_number(value):
             raise ValueError(f"attribute {name!r} is {value!r}; give a text or a finite number")
@@ -494,7 +530,8 @@ def _read_servers(connection: Connection, names: Collection[str] | None = None) 
     served = defaultdict[str, list[Row]](list)
     for row in connection.execute(select(endpoints).where(_is_one_of(endpoints.c.server, names))):
         served[row.server].append(row)
-    return {row.name: _server(row, served[row.name]) for row in rows}
+    of_nodes = node_keys.list_identities(connection, names)
+    return {row.name: _server(row, served[row.name], of_nodes.get(row.name)) for row in rows}
 
 
 def _read_tenants(connection: Connection, names: Collection[str] | None = None) -> dict[str, TenantState]:
@@ -508,7 +545,7 @@ def _read_limits(connection: Connection, names: Collection[str] | None = None) -
     return {row.name: decode_limits(row.limits) for row in rows}
 
 
-def _server(row: Row, served: Sequence[Row]) -> Server:
+def _server(row: Row, served: Sequence[Row], node: NodeIdentity | None = None) -> Server:
     return Server(
         row.name,
         row.fleet,
@@ -524,4 +561,5 @@ def _server(row: Row, served: Sequence[Row]) -> Server:
         {endpoint.model: orjson.loads(endpoint.overrides) for endpoint in served if endpoint.overrides != "{}"},
         row.leaving_ms,
         row.leaving_by,
+        node,
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from slotkeeper.errors import InvalidJob
 from slotkeeper.jobs.terms import MAX_JITTER
 from slotkeeper.registry import policies
+from slotkeeper.registry.values import VALUE_PATTERN
 
 MAX_PAYLOAD_BYTES = 64 << 20
 """The largest value of `max_payload_bytes`."""
@@ -97,6 +98,11 @@ class ModelConfig(BaseModel):
     """Whether a job is accepted whose constraints no known server meets."""
     breaker_failures: int = Field(20, strict=True, ge=1, le=10_000)
     """Consecutive failures, of different jobs, after which the model's circuit breaker opens."""
+
+    node_pools: list[Annotated[str, Field(pattern=f"^{VALUE_PATTERN}$")]] = Field([], max_length=50)
+    """Pools of nodes that may serve the model, and see its payloads; empty: none."""
+    node_patience: float = Field(120.0, strict=True, ge=0, le=86_400)
+    """Seconds for which a run waits for a node that has lost its connection, before it is taken for lost."""
 
     @model_validator(mode="after")
     def _relations(self) -> "ModelConfig":

@@ -180,6 +180,48 @@ validations = Table(
     CheckConstraint("every_s > 0", name="every_s"),
 )
 
+# Machines whose agents connect to a gateway; see nodes.py.
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),  # also of its server
+    Column("owner", Text, nullable=False),  # a tenant
+    Column("granted", Text, nullable=False),  # JSON, see nodes.py: Grant
+    Column("token", Text, nullable=False, index=True),  # hash of the token with which it enrolled
+    Column("declaration", Text),  # JSON as it was sent; null: it has not connected yet
+    Column("digest", Text),  # of the declaration
+    Column("fault", Text),  # why it does not serve what it declares
+    Column("created_ms", BigInteger, nullable=False),
+    Column("seen_ms", BigInteger),  # when it connected last, an hour late at most
+    Column("revoked_ms", BigInteger),
+)
+
+# Their public keys.  Several of a node are valid while it replaces one.
+node_keys = Table(
+    "node_keys",
+    metadata,
+    Column("id", Text, primary_key=True),  # see slotkeeper/signatures.py: key_id
+    Column("node", Text, ForeignKey("nodes.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("public_key", Text, nullable=False),  # base64
+    Column("from_ms", BigInteger, nullable=False),
+    Column("retired_ms", BigInteger),  # since when it opens no connection, and signs no results
+    Column("revoked_ms", BigInteger),
+)
+
+# With which nodes enrol.
+enrolment_tokens = Table(
+    "enrolment_tokens",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("granted", Text, nullable=False),
+    Column("made_by", Text),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False),
+    Column("uses_left", Integer, nullable=False),
+)
+
 # One row for each of their jobs.
 validation_answers = Table(
     "validation_answers",

@@ -27,12 +27,24 @@ CLOSED_STATES = frozenset({AdminState.DRAINING, AdminState.FROZEN})
 
 
 @dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What makes a server a node: its id, and the valid public keys of the node by their ids.
+
+    is_trusted: it belongs to the installation, so that its refusals are believed.
+    """
+
+    id: str
+    keys: Mapping[str, bytes]
+    is_trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """An inference server: its slots, its state, and the endpoint of each model that it serves.
 
     attributes: what it declares, such as {"gpu": "A100"}.  weight: above 0, at most 1000; preference among servers.
     overrides: model -> how the server is called for that model.  leaving_ms: since when it is being removed, and takes
-    no new runs.
+    no new runs.  node: it is a node, which takes jobs only while it is connected.
     """
 
     name: str
@@ -49,6 +61,7 @@ class Server:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leaving_ms: int | None = None
     leaving_by: str | None = None
+    node: NodeIdentity | None = None
 
     @property
     def takes_jobs(self) -> bool:

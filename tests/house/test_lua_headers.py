@@ -19,6 +19,7 @@ from routing.queries.process_list import ProcessScripts
 from routing.queries.server_status import ServerScripts
 from routing.queue.fleets import FleetScripts
 from routing.queue.leases import LeaseScripts
+from routing.queue.presence import PresenceScripts
 from routing.queue.queues import QueueScripts
 from routing.queue.slots import SlotScripts
 from routing.queue.worker_capacity import WorkerScripts
@@ -135,7 +136,16 @@ def test_a_header_names_the_functions_that_call_its_script(name):
 # -- what Python calls them with -------------------------------------------------------------------------------
 
 DECLARED = (
-    *(LeaseScripts, ProcessScripts, LimitScripts, QueueScripts, FleetScripts, ServerScripts, SlotScripts),
+    *(
+        LeaseScripts,
+        PresenceScripts,
+        ProcessScripts,
+        LimitScripts,
+        QueueScripts,
+        FleetScripts,
+        ServerScripts,
+        SlotScripts,
+    ),
     WorkerScripts,
     *(ProgressScripts, StreamScripts),
 )

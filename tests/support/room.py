@@ -23,6 +23,7 @@ from slotkeeper.redis.scripts import Command
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import DEFAULT_POLICY
 from slotkeeper.registry.snapshot import Model
+from slotkeeper.registry.values import NodeIdentity
 from slotkeeper.registry.values import Server as CatalogServer
 
 START_MS = 1_800_000_000_000
@@ -112,11 +113,13 @@ class Server:
     models: tuple[str, ...] = ("zimg",)
     attributes: dict[str, str | float] = field(default_factory=dict)
     weight: float = 1.0
+    is_node: bool = False
 
     @property
     def args(self) -> list[Any]:
         urls = dict.fromkeys(self.models, "http://gpu")
-        it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight)
+        node = NodeIdentity(f"n_{self.name}", {}, is_trusted=False) if self.is_node else None
+        it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight, node=node)
         return [self.name, server_entry(it)]
 
 

@@ -5,8 +5,8 @@
 -- @include lib/keys
 
 local known_replication_id, asked_ms = "", -1
--- Values of the field `lost`: leases may be missing; only what waits is wrong, as after a change of the policy.
-local LOST, WAITING_IS_WRONG = "leases", "waiting"
+-- A value of the field `lost`: leases may be missing.  "waiting": only what waits is wrong, as after another policy.
+local LOST = "leases"
 
 -- Return the replication id, which changes whenever another process, or another copy of the data, answers; "": this
 -- server has none.
@@ -51,5 +51,5 @@ end
 -- Close the queue, although no lease was lost, so that the waiting jobs are enqueued again.
 local function close_for_refill()
   redis.call("HDEL", META, "epoch")
-  redis.call("HSETNX", META, "lost", WAITING_IS_WRONG)
+  redis.call("HSETNX", META, "lost", "waiting")
 end

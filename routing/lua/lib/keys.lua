@@ -17,6 +17,7 @@ local function stats_key(kind, name) return STATS .. ":" .. kind .. ":" .. name 
 local function displaced_key(slot) return SLOTS .. ":" .. slot end
 local function ready_key() return META .. ":ready" end
 local function open_offers_key() return META .. ":open" end
+local function present_key() return META .. ":present" end
 local function excess_key() return META .. ":excess" end
 local function accounts_to_reindex_key() return META .. ":unsorted" end
 local function classes_to_regroup_key() return META .. ":ungrouped" end

@@ -3,10 +3,12 @@
 -- @include lib/keys
 
 -- A server's entry is "<state> <slots> <weight>\n<model>\n…\n@<attribute>=<value>\n…", so no script parses JSON.
+-- The state of a node that an operator has not stopped is `node`: it is online while it is connected.
 -- Returns nil unless the server is online.
 local function online_server(server)
   local entry = get_field(SERVERS, server)
-  return entry and string.find(entry, "online ", 1, true) == 1 and entry or nil
+  if not entry or string.find(entry, "online ", 1, true) == 1 then return entry or nil end
+  return string.find(entry, "node ", 1, true) == 1 and get_field(present_key(), server) and entry or nil
 end
 
 local slots_in = memoize(function(entry) return tonumber(string.match(entry, "^%a+ (%d+)")) end)

@@ -15,6 +15,7 @@ BY_THE_DATABASE = {("tenants", name) for name in ("add", "change", "list", "remo
 BY_THE_DATABASE |= {("keys", name) for name in ("add", "list", "revoke", "rotate", "token")}
 WAITS_FOR_THE_API = {("submit-file",), ("watch",), *(("batches", name) for name in ("submit", "wait", "results"))}
 OPTIONS = {
+    ("nodes", "token"): ["--pool", "homes"],
     ("secrets", "set"): ["--all-models"],
     ("webhooks", "change"): ["--no-pace"],
     ("webhooks", "deliveries"): ["--given-up"],

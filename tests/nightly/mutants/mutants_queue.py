@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "a change of the policy discards leases",
         "lua:lib/epoch",
-        lua_swap('"lost", WAITING_IS_WRONG)', '"lost", LOST)'),
+        lua_swap('"lost", "waiting")', '"lost", LOST)'),
         kills=["test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits"],
         breaks="LEASE-1",
     ),

@@ -8,6 +8,7 @@ from routing.queries.server_status import ServerStatus, SlotUse, blocked_by, slo
 
 _FREE: dict[str, Any] = {
     "server": "gpu1",
+    "absent": False,
     "free": 1,
     "cooling": 0,
     "taken": 1,
@@ -38,6 +39,7 @@ _FREE: dict[str, Any] = {
         ({"free": 0, "taken": 2, "away_since_ms": 1}, 2, "away"),
         ({"free": 0, "taken": 0, "cooling": 2, "away_since_ms": 1}, 0, "away"),
         ({"free": 0, "taken": 0, "cooling": 2}, 0, "in cooldown"),
+        ({"free": 0, "taken": 1, "absent": True}, 0, "not connected"),
     ],
 )
 def test_a_server_is_free_busy_quarantined_away_or_in_cooldown(

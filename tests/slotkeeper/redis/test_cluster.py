@@ -12,6 +12,7 @@ from routing.admission.submit_limits import LimitContext, RateBucket
 from routing.config import RoutingSettings
 from routing.progress import EntryId, ProgressCommands
 from routing.queries.process_list import ProcessList
+from routing.queue.presence import NodePresence, NodeState, Presence
 from routing.queue.queues import Queues
 from routing.queue.worker_capacity import WorkerCapacity
 from routing.scripts import LIBRARY
@@ -23,7 +24,7 @@ from tests.support.room import Job, Room, Server, a
 from tools.cluster.valkey_process import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"
-NO_FLEETS = ["test:events", "test:rate:acme", "test:said:j1", "test:workers"]
+NO_FLEETS = ["test:events", "test:nodes", "test:rate:acme", "test:said:j1", "test:workers"]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,11 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     assert room.place_on_entry(_b("last", 10)) == (0, None)
     assert room.run("close_queue", room.version) == "closed" and room.open() == "opened"
     assert room.run("discard_queue", 1) == "closed"
+    presence = Presence(strict)
+    assert not presence.beat("g1", "http://127.0.0.1:1")
+    claim = presence.connect("n1", "i1", "g1", NodeState.CONNECTED)
+    assert presence.note("n1", claim.number, NodeState.ABSENT)
+    assert presence.set_present(FLEET, [NodePresence("gpu-slot3", claim.number, True)], "g1") == 1
     assert strict.ran == set(LIBRARY.script_names())
 
     _check_keys(cluster)

@@ -13,6 +13,7 @@ from slotkeeper.errors import InvalidSetting
 from tasks.config import EventSettings, TaskSettings
 
 _MIN_METRICS_KEY = 12  # characters
+_MAX_PORT = 65535
 
 MAX_FORM_BYTES = 256 << 10
 """The largest form that the page accepts."""
@@ -116,6 +117,38 @@ class AppSettings(Settings):
             ) from None
 
 
+class GatewaySettings(Settings):
+    """Environment: SLOTKEEPER_NODE_PORT, SLOTKEEPER_GATEWAY_ADDRESS, …"""
+
+    node_port: int | None = Field(None, ge=0, le=65535)
+    """The port to which the agents of nodes connect.  Empty: `slotkeeper up` starts no gateway; 0: any free port."""
+    node_host: str = "127.0.0.1"
+    """The address on which a gateway waits for agents.  They prove by their keys which nodes they are."""
+    node_hosts: str = "127.0.0.1,localhost"
+    """Host names under which agents dial a gateway, separated by commas.  Others are refused, so that a false gateway
+    cannot pass on what an agent has signed."""
+    node_max: int = Field(4000, ge=1, le=100_000)
+    """Agents that may be connected to one gateway."""
+    gateway_bind: str = "127.0.0.1:0"
+    """Address and port on which workers reach a gateway; port 0: any free one.  It must not be public."""
+    gateway_address: str = ""
+    """The URL under which workers on other hosts reach this gateway.  Empty: made of SLOTKEEPER_GATEWAY_BIND."""
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Return the host names under which agents may dial a gateway."""
+        return frozenset(name.strip().lower() for name in self.node_hosts.split(",") if name.strip())
+
+    def worker_bind(self) -> tuple[str, int]:
+        """Return where workers reach the gateway.  Raises InvalidSetting."""
+        host, _, port = self.gateway_bind.rpartition(":")
+        if not host or not port.isdigit() or int(port) > _MAX_PORT:
+            raise InvalidSetting(
+                f"SLOTKEEPER_GATEWAY_BIND={self.gateway_bind} is no address with a port: 127.0.0.1:9100"
+            )
+        return host.strip("[]"), int(port)
+
+
 class UpSettings(Settings):
     """Environment: SLOTKEEPER_FLOWER_PORT, SLOTKEEPER_DEMO_PORT."""
 
@@ -131,6 +164,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "Redis, queues and slots": RoutingSettings,
     "Workers, messages and webhooks": TaskSettings,
     "The API and the page": AppSettings,
+    "Nodes": GatewaySettings,
     "Sinks of events": EventSettings,
     "`slotkeeper up`": UpSettings,
 }

@@ -82,10 +82,10 @@ def make_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def write_key(key: Ed25519PrivateKey, path: Path) -> None:
-    """Write a private key as PEM.  The caller sets the file's mode.  Raises OSError."""
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+def encode_key(key: Ed25519PrivateKey) -> bytes:
+    """Return a private key as PEM."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
@@ -149,6 +149,11 @@ def is_signed(public_key: bytes, payload_type: str, payload: bytes, signature: b
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def enrolment_statement(token: str, public_key: bytes) -> bytes:
+    """Return what a node signs when it enrols."""
+    return join_parts(hashlib.sha256(token.encode()).digest(), public_key)
 
 
 def sign_envelope(statement: bytes, key: Ed25519PrivateKey) -> dict[str, Any]:

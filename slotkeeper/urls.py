@@ -112,9 +112,12 @@ def find_secrets_in_url(url: str) -> tuple[str, ...]:
 def refuses_connections(url: str) -> bool:
     """Return whether every address of `url` refuses connections: no process listens there.
 
-    False also if there is no answer at all, since the process may run behind a broken network.
+    False also if there is no answer at all, since the process may run behind a broken network; and for a node: that its
+    gateway refuses connections says nothing about it.
     """
     parts = urlsplit(url)
+    if parts.scheme == "node":
+        return False
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or _PORTS.get(parts.scheme), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

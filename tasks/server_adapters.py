@@ -16,6 +16,7 @@ from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.server_descriptions import Secret
 from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.urls import parse_location
+from tasks.node_addresses import node_addresses
 from tasks.security.vault import unseal
 from tasks.servers import CompiledDescription, Description, ServerAdapter, compile_description, from_shorthand, presets
 from tasks.servers.validation import SHORTHAND, merge
@@ -173,7 +174,8 @@ def adapter_of_run(
 
 @lru_cache(maxsize=4096)
 def _cached_adapter(url: str, model: str, version: str) -> ServerAdapter:
-    return ServerAdapter(url, _compiled_description(version), secret=partial(secret_for, model))
+    nodes = node_addresses() if url.startswith("node:") else None
+    return ServerAdapter(url, _compiled_description(version), secret=partial(secret_for, model), nodes=nodes)
 
 
 @lru_cache(maxsize=4096)

@@ -62,9 +62,11 @@ def validate_endpoint(endpoint: str, field: str = "endpoint") -> None:
     Raises InvalidRequest.
     """
     try:
-        parse_endpoint(endpoint)
+        is_node = parse_endpoint(endpoint).node is not None
     except ValueError:
         raise InvalidRequest(field, _INVALID_ENDPOINT.format(field)) from None
+    if is_node:  # Only a node that has enrolled has such an endpoint.
+        raise InvalidRequest(field, _INVALID_ENDPOINT.format(field))
     parts = urlsplit(endpoint)
     if parts.username is not None or parts.password is not None:
         raise InvalidRequest(field, f"{field} must hold no user or password")

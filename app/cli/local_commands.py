@@ -140,4 +140,10 @@ def _serve() -> click.Command:
     return main
 
 
-COMMANDS = (up, _serve(), migrate, flower)
+def _agent() -> click.Command:
+    from slotkeeper.agent.__main__ import main
+
+    return main
+
+
+COMMANDS = (up, _serve(), _agent(), migrate, flower)

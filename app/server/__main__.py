@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import signal
 import socket
 import sys
@@ -17,20 +16,20 @@ import uvloop
 from app.auth.access import key_cache_of
 from app.config import AppSettings
 from app.factory import create_app
+from app.listening import connection_limit, listen
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from app.watched import renew_watched
 from routing.progress import ProgressFollower
 from slotkeeper import logs
 from slotkeeper.config import exit_if_refused
-from slotkeeper.errors import InvalidSetting
 from slotkeeper.process import tune_garbage_collection
 from tasks import liveness, services
 
 log = structlog.get_logger(__name__)
 
-_SPARE_FILES = 1024  # file descriptors for the database, Redis, and other open files besides connections
 _STOP_S = 8
+_ADVICE = "Set SLOTKEEPER_HOST to an address of this host, or SLOTKEEPER_PORT to a free port."
 _SWITCH_INTERVAL_S = 0.001
 
 
@@ -39,7 +38,7 @@ def main() -> NoReturn:
         settings = AppSettings()
         settings.check_tls()
         flask = create_app(settings)
-        sockets = listen(settings.host, settings.port)
+        sockets = listen(settings.host, settings.port, "The API", _ADVICE)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)  # So that a thread that parses a large body does not delay the others.
     tune_garbage_collection()
     process_report = liveness.start_reporting("web", services.processes())
@@ -49,7 +48,7 @@ def main() -> NoReturn:
         flask,
         settings,
         key_cache_of(flask),
-        _connection_limit(settings.max_connections),
+        connection_limit(settings.max_connections),
         database,
         progress_follower,
         partial(renew_watched, services.dispatcher()),
@@ -86,19 +85,6 @@ def configuration(web: WebApplication, settings: AppSettings) -> uvicorn.Config:
     )
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on each address of this host name.  Raises InvalidSetting."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
-    except OSError as error:
-        reason = error.strerror
-        raise InvalidSetting(
-            f"The API cannot listen on {host}, port {port}: {reason}.  Set SLOTKEEPER_HOST to an address of this host, "
-            "or SLOTKEEPER_PORT to a free port."
-        ) from None
-
-
 async def serve(web: WebApplication, server: uvicorn.Server, sockets: list[socket.socket]) -> None:
     """Serve until a signal stops the process."""
     timeouts = asyncio.create_task(web.run_timeouts())
@@ -108,16 +94,6 @@ async def serve(web: WebApplication, server: uvicorn.Server, sockets: list[socke
     timeouts.cancel()
     with suppress(asyncio.CancelledError):
         await timeouts
-
-
-def _connection_limit(requested: int) -> int:
-    """Raise the limit of open files as needed, and return the number of connections that it allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = requested + _SPARE_FILES
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return min(requested, max(soft - _SPARE_FILES, soft // 2))
 
 
 if __name__ == "__main__":

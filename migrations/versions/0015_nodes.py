@@ -1,4 +1,5 @@
-"""Nodes: machines whose agents connect to a gateway; their keys, and the tokens with which they enrol.
+"""Nodes: machines whose agents connect to a gateway; their keys, their enrolment tokens, and their
+signed results.
 
 Revision: 0015, after: 0014
 """
@@ -10,7 +11,7 @@ revision = "0015"
 down_revision = "0014"
 branch_labels = None
 depends_on = None
-drops = ("nodes", "node_keys", "enrolment_tokens")  # by its downgrade, with their content
+drops = ("envelopes", "nodes", "node_keys", "enrolment_tokens")  # by its downgrade, with their content
 
 
 def upgrade() -> None:
@@ -55,9 +56,20 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("hash", name=op.f("pk_enrolment_tokens")),
         sa.UniqueConstraint("id", name=op.f("uq_enrolment_tokens_id")),
     )
+    op.create_table(
+        "envelopes",
+        sa.Column("job_id", sa.Text, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("node", sa.Text, nullable=False),
+        sa.Column("key_id", sa.Text, nullable=False),
+        sa.Column("text", sa.Text, nullable=False),
+        sa.Column("at_ms", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("job_id", name=op.f("pk_envelopes")),
+    )
 
 
 def downgrade() -> None:
+    op.drop_table("envelopes")
     op.drop_table("enrolment_tokens")
     op.drop_table("node_keys")
     op.drop_table("nodes")

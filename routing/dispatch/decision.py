@@ -18,7 +18,7 @@ from routing.config import RoutingSettings
 from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, OutcomeKind, StopReason
 from slotkeeper import json_text
 from slotkeeper.jobs.states import Reason, State, find_edge
-from slotkeeper.jobs.values import JobError, Quarantine, Run
+from slotkeeper.jobs.values import JobError, Quarantine, Run, SignedResult
 from slotkeeper.registry.model_config import ModelConfig
 
 # As routing.queue.leases has it, which imports Redis.
@@ -52,6 +52,7 @@ class Decision(NamedTuple):
     enqueue_again: bool = False  # The lease may be another run's by now: the job is enqueued again.
     frees_slot_first: bool = False  # The slot may be used again before the end is stored.
     run_ended_ms: int | None = None  # when the server ended the run, which is charged up to then; None: it is not
+    signed: SignedResult | None = None  # the envelope of a node's result, for FINISHED
 
     @property
     def to(self) -> State:
@@ -101,6 +102,7 @@ def decide(
         quarantine=quarantine,
         frees_slot_first=server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST,
         run_ended_ms=now_ms if outcome.kind in _ENDED_BY_SERVER else None,
+        signed=outcome.envelope if isinstance(outcome.envelope, SignedResult) else None,
     )
 
 

@@ -39,9 +39,9 @@ class Outcome(NamedTuple):
     server_still_running: bool = (
         False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
     )
-    envelope: Any = (
-        None  # DONE: the signed envelope of the result, as JSON, if the server's description names its place
-    )
+    # DONE: the signed envelope of the result as JSON, if the server's description names its place; once it is
+    # verified, a SignedResult.
+    envelope: Any = None
     is_faulty_json: bool = False  # PENDING, BAD_ANSWER: the server will answer the same if it is asked again
 
 

@@ -167,6 +167,7 @@ class RunSteps:
                 due_ms=None if due_ms is None else due_ms + moved_ms,
                 quarantine=None if kept is None else replace(kept, until_ms=kept.until_ms + moved_ms),
                 run_ended_ms=None if ended_ms is None else ended_ms + moved_ms,
+                signed=decision.signed,
             )
 
         moved = await commit_by_clock(self._io, make_write)

@@ -18,6 +18,7 @@ BEAT_S = 2.0
 GATEWAY_TTL_MS = 6_000
 """A gateway without a report for so long counts as dead."""
 _NODES_AT_ONCE = 500
+_GATEWAY_DIED = "its gateway died"
 
 
 class NodeState(StrEnum):
@@ -69,7 +70,7 @@ class Connections:
             return found
         gateway = self.gateways.get(found.gateway)
         since_ms = found.since_ms if gateway is None else max(gateway.until_ms, found.since_ms)
-        return Connection(found.number, since_ms, NodeState.ABSENT, found.instance, found.gateway, "its gateway died")
+        return Connection(found.number, since_ms, NodeState.ABSENT, found.instance, found.gateway, _GATEWAY_DIED)
 
 
 class Claim(NamedTuple):
@@ -93,7 +94,9 @@ class PresenceScripts(Protocol):
     def connect_node(
         self, key: str, *, node: str, instance: str, gateway: str, state: str, reason: str, replaces: bool
     ) -> Command[Claim]: ...
-    def note_node(self, key: str, *, node: str, number: int, state: str, reason: str) -> Command[bool]: ...
+    def note_node(
+        self, key: str, *, node: str, number: int, instance: str, gateway: str, state: str, reason: str
+    ) -> Command[bool]: ...
     def gateway_beat(self, key: str, *, gateway: str, address: str, ttl_ms: int) -> Command[bool]: ...
     def set_presence(self, fleet: str, *, gateway: str, nodes: Sequence[NodePresence]) -> Command[int]: ...
 
@@ -117,9 +120,12 @@ class Presence:
         )
         return self._scripts.run(command)
 
-    def note(self, node: str, number: int, state: NodeState, reason: str = "") -> bool:
-        """Note the state of a connection.  Returns False if the node has a newer one."""
-        return self._scripts.run(self._lua.note_node(self._key, node=node, number=number, state=state, reason=reason))
+    def note(self, node: str, number: int, instance: str, gateway: str, state: NodeState, reason: str = "") -> bool:
+        """Note the state of a connection.  Returns False if the node has another one."""
+        command = self._lua.note_node(
+            self._key, node=node, number=number, instance=instance, gateway=gateway, state=state, reason=reason
+        )
+        return self._scripts.run(command)
 
     def beat(self, gateway: str, address: str) -> bool:
         """Report that a gateway lives.  Returns False if this Redis did not know it.  address: "": it ends."""
@@ -204,7 +210,14 @@ class Presence:
         for node, connection in connections.nodes.items():
             if connection.state is NodeState.ABSENT or connections.is_alive(connection.gateway):
                 continue
-            self.note(node, connection.number, NodeState.ABSENT, "its gateway died")
+            self.note(
+                node,
+                connection.number,
+                connection.instance,
+                connection.gateway,
+                NodeState.ABSENT,
+                _GATEWAY_DIED,
+            )
             if node in servers:
                 fleet, server = servers[node]
                 gone[fleet].append(NodePresence(server, connection.number, False))

@@ -19,7 +19,7 @@ from slotkeeper.db.compiled_sql import CompiledStatement
 from slotkeeper.db.pages import PAGE, delete_page
 from slotkeeper.db.schema import storable_text
 from slotkeeper.errors import IdempotencyConflict, InsufficientCredits
-from slotkeeper.jobs import acceptance, batches, closed_models, credits, events, notifications, statements
+from slotkeeper.jobs import acceptance, batches, closed_models, credits, envelopes, events, notifications, statements
 from slotkeeper.jobs.events import WriteAuditEntry
 from slotkeeper.jobs.quarantine import keep_slot_for_job, quarantine_slot, quarantine_slots
 from slotkeeper.jobs.queue_epochs import epoch_of_lease
@@ -37,6 +37,7 @@ from slotkeeper.jobs.values import (
     Quarantine,
     QueuedJob,
     Run,
+    SignedResult,
 )
 
 _MAX_ERROR = 2000
@@ -201,6 +202,7 @@ class JobStore:
         due_ms: int | None = None,
         quarantine: Quarantine | None = None,
         run_ended_ms: int | None = None,
+        signed: SignedResult | None = None,
     ) -> Write[Transition | None]:
         """Return the write that ends the run `attempt` for the reason `why`.  It returns None if the run is over.
 
@@ -210,6 +212,7 @@ class JobStore:
         result: JSON text, for FINISHED.  due_ms: when a delayed job may run again, for SERVER_ERROR.
         quarantine: the server may still run the job, so that its slot must not be used yet.
         run_ended_ms: when the server ended the run, until which it is charged; None: it is not.
+        signed: the envelope of a result that a node returned.
         """
         if why is Reason.SERVER_ERROR and due_ms is None:
             raise ValueError("due_ms is missing: a delayed job without it would never be queued again")
@@ -225,6 +228,8 @@ class JobStore:
                 transition = self._move(tx, canceled)
             if transition is None:
                 return _find_own_transition(tx, change, canceled)
+            if signed is not None and transition.to is State.COMPLETED:
+                envelopes.add_envelope(tx, job_id, attempt, signed, now_ms)
             if quarantine is not None and quarantine.resumes and transition.to is State.QUEUED:
                 keep_slot_for_job(tx, job_id, attempt)
             return transition

@@ -37,6 +37,18 @@ ID_SUFFIX = "substr(id, 29)"
 """The last 8 characters of a UUID, as its index has them: a query that uses it must have the same text."""
 
 
+# Signed envelopes of results that nodes returned; see envelopes.py.
+envelopes = Table(
+    "envelopes",
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("key_id", Text, nullable=False),
+    Column("text", Text, nullable=False),  # JSON
+    Column("at_ms", BigInteger, nullable=False),
+)
+
 jobs = Table(
     "jobs",
     metadata,

@@ -4,7 +4,7 @@ Times are integers, milliseconds since the epoch, UTC; their names end in `_ms`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import uuid_utils
 
@@ -167,6 +167,14 @@ class Run:
         if self.deadline_ms is None or clock.moved_since(self.clock_offset_ms):
             return False
         return now_ms >= self.deadline_ms
+
+
+class SignedResult(NamedTuple):
+    """The verified envelope of a result, as JSON, and the node and key that signed it."""
+
+    node: str
+    key_id: str
+    envelope: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

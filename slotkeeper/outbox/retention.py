@@ -19,7 +19,7 @@ from slotkeeper.db.schema import add_to_counter, raise_counter_to
 from slotkeeper.errors import Conflict
 from slotkeeper.jobs.statements import in_state, unindexed
 from slotkeeper.jobs.states import State
-from slotkeeper.jobs.tables import events, jobs, messages, result_notifications
+from slotkeeper.jobs.tables import envelopes, events, jobs, messages, result_notifications
 from slotkeeper.outbox.event_reader import REMOVED_COUNTER
 from slotkeeper.outbox.subscriptions import ENABLED, FAILURES_TO_OPEN, REASON_SILENT, Subscriptions, get_cursor
 from slotkeeper.outbox.tables import receivers, tries
@@ -143,6 +143,7 @@ def _delete_jobs(tx: Transaction, condition: ColumnElement[bool]) -> int:
         tx.connection.execute(delete(result_notifications).where(result_notifications.c.job_id.in_(ids)))
         tx.connection.execute(delete(messages).where(messages.c.job_id.in_(ids)))
         tx.connection.execute(delete(tries).where(tries.c.receiver.in_(ids)))
+        tx.connection.execute(delete(envelopes).where(envelopes.c.job_id.in_(ids)))
     for state, number in sorted(Counter(row.state for row in rows).items()):
         add_to_counter(tx.connection, f"purged.{state}", number)
     return len(rows)

@@ -34,7 +34,7 @@ from slotkeeper.registry.values import VALUE_PATTERN
 
 Row: TypeAlias = Any
 
-MAX_DECLARATION_BYTES = 64 << 10
+MAX_DECLARATION_BYTES = 32 << 10
 MAX_SLOTS = 1_000
 NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The name of a node, which its server has, too."""
@@ -202,6 +202,11 @@ class Nodes:
         with self.database.read() as connection:
             return [_node(row) for row in connection.execute(select(nodes).order_by(nodes.c.name))]
 
+    def list_ids(self) -> set[str]:
+        """Return the ids of all nodes that are not revoked."""
+        with self.database.read() as connection:
+            return set(connection.execute(select(nodes.c.id).where(nodes.c.revoked_ms.is_(None))).scalars())
+
     def find_keys(self, node_id: str) -> Mapping[str, bytes]:
         """Return the valid public keys of a node by their ids; none if it was revoked, or there is no such node."""
         with self.database.read() as connection:
@@ -257,14 +262,14 @@ class Nodes:
     def enroll(self, token: str, name: str, public_key: bytes, proof: bytes, now_ms: int) -> Node:
         """Use a token up, and add a node.  The same token with the same key returns the same node again.
 
-        proof: the signature of the key over `enrolment_proof`.
+        proof: the signature of the key over signatures.enrolment_statement.
         Raises InvalidRequest, also if the token is wrong, used or expired; Conflict: the name is taken.
         """
         if not re.fullmatch(NAME_PATTERN, name) or name in _PATHS:
             raise InvalidRequest(
                 "name", f"name: 1 to 64 letters, digits or . _ - that begin with a letter or digit, not {_PATHS}"
             )
-        signed = enrolment_statement(token, public_key)
+        signed = signatures.enrolment_statement(token, public_key)
         if not signatures.is_signed(public_key, signatures.ENROLMENT_TYPE, signed, proof):
             raise InvalidRequest("proof", "proof: it is no signature of this key over the token and the key")
         token_hash, key_id = _hash_token(token), signatures.key_id(public_key)
@@ -492,11 +497,6 @@ def _wanted_server(tx: Transaction, node: Node, served: Mapping[str, DeclaredMod
     if environment != PRODUCTION:
         attributes[ENVIRONMENT] = environment
     return _NodeServer(min(declared.slots, node.grant.max_slots), attributes, models, fault)
-
-
-def enrolment_statement(token: str, public_key: bytes) -> bytes:
-    """Return what a node signs when it enrols."""
-    return signatures.join_parts(hashlib.sha256(token.encode()).digest(), public_key)
 
 
 def _hash_token(token: str) -> str:

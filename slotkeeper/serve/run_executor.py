@@ -4,16 +4,22 @@ import threading
 import time
 from collections.abc import Generator
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from slotkeeper.serve.exact import dumps
-from slotkeeper.serve.journal import Journal
 from slotkeeper.serve.logs import log_failure
 from slotkeeper.serve.result_push import Pusher
 from slotkeeper.serve.run_scheduler import Run, RunEnd, RunScheduler, State
-from slotkeeper.serve.served_function import Canceled, Context, Model
+from slotkeeper.serve.served_function import Canceled, Context, Model, NotStarted
 
 MAX_ERROR_CHARS = 2000
+
+
+class Journal(Protocol):
+    """Where each run is noted when it ends, before its slot is free."""
+
+    def note(self, run: Run, ending: RunEnd, started: tuple[int, int]) -> None:
+        """Note a run that ends now.  `started`: monotonic and Unix time of its start, in ns."""
 
 
 class RunExecutor:
@@ -68,6 +74,8 @@ class RunExecutor:
             return RunEnd(State.COMPLETED, result=dumps(_collect_result(self._model(Context(run)), run)))
         except ValueError as error:
             return RunEnd(State.FAILED, error=_error_text(error), retryable=False)
+        except NotStarted as error:
+            return RunEnd(State.FAILED, error=str(error)[:MAX_ERROR_CHARS], retryable=True, was_started=False)
         except BaseException as error:  # also SystemExit: the run must free its slot in any case
             if isinstance(error, Canceled) and run.cancel.is_set():
                 return RunEnd(State.CANCELED, error="canceled")

@@ -37,10 +37,17 @@ class RunProgress:
         """Yield all messages from the first one on, and wait for further ones until the stream ends."""
         sent = 0
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_ended or len(self._messages) > sent)  # noqa: B023
-                new, has_ended = self._messages[sent:], self._has_ended
+            new, has_ended = self.wait_for_more(sent, None)
             yield from new
             sent += len(new)
             if has_ended:
                 return
+
+    def wait_for_more(self, sent: int, timeout_s: float | None) -> tuple[list[bytes], bool]:
+        """Wait for messages after the first `sent`, or for the end; return them, and whether the stream has ended.
+
+        timeout_s: return nothing after this time; None: wait without limit.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or len(self._messages) > sent, timeout_s)
+            return self._messages[sent:], self._has_ended

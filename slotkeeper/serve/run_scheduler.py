@@ -49,6 +49,7 @@ class Call:
     attempt: int | None = None
     key: str | None = None  # Idempotency-Key
     callback: Callback | None = None
+    model: str = ""  # of several that one server runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class RunEnd:
     result: bytes = b""
     error: str = ""
     retryable: bool = False
+    was_started: bool = True  # False: the function could not begin, and nothing has run
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +81,8 @@ class Run:
     pieces: RunProgress = field(default_factory=RunProgress)
     cancel: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    model: str = ""
+    names: list[str] = field(default_factory=list)  # further ids under which it is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,29 @@ class RunScheduler:
             self._evict_ended()
             return self._runs_by_id.get(name)
 
+    def add_name(self, run: Run, name: str) -> None:
+        """Let a run be found under a further id, as that of a later attempt of its job."""
+        with self._lock:
+            if name != run.id and name not in run.names:
+                run.names.append(name)
+            self._runs_by_id[name] = run
+
+    def restore(self, run: Run) -> None:
+        """Add a run of an earlier process: one that has ended, or one that may still run and takes a slot."""
+        with self._lock:
+            for name in (run.id, run.job_id, *run.names):
+                self._runs_by_id[name] = run
+            if run.key and (run.ending is None or run.ending.state is State.COMPLETED):
+                self._runs_by_key[run.key] = run
+            if run.ending is None:
+                self._start(run, heappop(self._free))
+                return
+            run.state, run.ended_s = run.ending.state, self._clock()
+            self._ended.append(run)
+            self._ended_bytes += len(run.ending.result)
+        run.pieces.end()
+        run.done.set()
+
     def position(self, run: Run) -> int:
         """Return the position in the direct queue, from 1; 0 if the run does not wait."""
         with self._lock:
@@ -279,7 +306,16 @@ class RunScheduler:
     def _register(self, call: Call, key: tuple[bool, str] | None) -> Run:
         run_id = self._new_id(call)
         job_id, attempt = (call.job_id, call.attempt) if call.dispatcher else (None, None)
-        run = Run(run_id, job_id or run_id, call.payload, call.dispatcher, attempt, key, callback=call.callback)
+        run = Run(
+            run_id,
+            job_id or run_id,
+            call.payload,
+            call.dispatcher,
+            attempt,
+            key,
+            callback=call.callback,
+            model=call.model,
+        )
         self._runs_by_id[run.job_id] = self._runs_by_id[run_id] = run
         if key:
             self._runs_by_key[key] = run
@@ -329,7 +365,7 @@ class RunScheduler:
         assert run.ending is not None
         self._ended_bytes -= len(run.ending.result)
         self._remove_key(run)
-        for name in (run.id, run.job_id):
+        for name in (run.id, run.job_id, *run.names):
             if self._runs_by_id.get(name) is run:  # a newer attempt may have replaced it
                 del self._runs_by_id[name]
 

@@ -21,6 +21,10 @@ class Canceled(Exception):
     """A client has canceled this run.  The function must let this exception propagate."""
 
 
+class NotStarted(Exception):
+    """The function could not begin, and nothing has run: another server, or a later try, may do better."""
+
+
 class TargetError(Exception):
     """The function to serve cannot be imported or is not callable."""
 
@@ -34,6 +38,11 @@ class Context:
     @property
     def payload(self) -> Any:
         return self._run.payload
+
+    @property
+    def model(self) -> str:
+        """The name of the model, on a server that runs several; otherwise empty."""
+        return self._run.model
 
     @property
     def job_id(self) -> str:

@@ -5,6 +5,7 @@
                             key that encrypts named secrets in the database
                             key that signs session cookies
                             key that signs the tokens of Celery's messages
+                            key with which workers authenticate at gateways
                             fingerprint: processes compare it to detect different secrets
 
 So a receiver that verifies with its webhook secret cannot make a callback token or sign for another tenant, and cannot
@@ -41,6 +42,7 @@ class Purpose(StrEnum):
     SEALING = "sealing"
     SESSION = "session"
     CELERY = "celery"
+    GATEWAY = "gateway"
 
 
 @lru_cache(maxsize=1024)
@@ -74,6 +76,11 @@ def session_keys() -> Iterator[bytes]:
 def celery_keys() -> Iterator[bytes]:
     """Return the keys that verify the tokens of Celery's messages; the first one signs new tokens."""
     return (derive(secret, Purpose.CELERY) for secret in installation_secrets())
+
+
+def gateway_keys() -> tuple[str, ...]:
+    """Return the keys with which workers authenticate at gateways; the first one is sent."""
+    return tuple(derive(secret, Purpose.GATEWAY).hex() for secret in installation_secrets())
 
 
 def webhook_secrets(tenant: str, rotation: SecretRotation, now_ms: int) -> list[str]:

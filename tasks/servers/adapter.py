@@ -14,6 +14,7 @@ from slotkeeper.urls import find_secrets_in_url
 from tasks.servers.compiled import CompiledDescription, CompiledHealth, CompiledStep, compile_description
 from tasks.servers.description import DEFAULT, Description
 from tasks.servers.endpoint import Endpoint, parse_endpoint, quote_target
+from tasks.servers.node_resolver import NodeResolver
 from tasks.servers.pointers import Pointer
 from tasks.servers.responses import MAX_RESPONSE_BYTES, NoResponse, Response
 from tasks.servers.rules import ResponseContext
@@ -41,15 +42,22 @@ class HttpRequest(NamedTuple):
     limits: Limits
     reader: StreamReader | None = None
     """If the response may be a stream."""
+    nodes: NodeResolver | None = None
+    """Finds the gateway of a node, if the request goes to one."""
 
 
 class RequestBuilder:
     """Builds the requests to one server from its description and the details of a run."""
 
     def __init__(
-        self, endpoint: Endpoint, compiled: CompiledDescription, secret: SecretLookup | None, max_response_bytes: int
+        self,
+        endpoint: Endpoint,
+        compiled: CompiledDescription,
+        secret: SecretLookup | None,
+        max_response_bytes: int,
+        nodes: NodeResolver | None = None,
     ) -> None:
-        self._endpoint, self._compiled, self._secret = endpoint, compiled, secret
+        self._endpoint, self._compiled, self._secret, self._nodes = endpoint, compiled, secret, nodes
         self._max_response_bytes = max_response_bytes
 
     def template_values(self, run: RunDetails | None, remote_id: str | None = None) -> TemplateValues:
@@ -69,7 +77,7 @@ class RequestBuilder:
         """
         request, run, is_submit = step.request, values.run, step is self._compiled.submit
         target = self._endpoint.target if request.path is None else quote_target(request.path.fill(values))
-        headers = _headers_for(run, is_submit)
+        headers = _headers_for(run, is_submit, may_push=self._endpoint.node is None)
         body = self._build_body(step, values)
         if body is not None:
             headers[_CONTENT_TYPE] = "application/json"
@@ -78,7 +86,7 @@ class RequestBuilder:
         max_bytes = MAX_HEALTH_BYTES if run is None else self._max_response_bytes
         listen_s = run.listen_s if run is not None and is_submit and self._response_ends_run(run) else 0.0
         limits = Limits(request.connect_s, request.read_s, deadline_s, max_bytes, listen_s)
-        return HttpRequest(request.method, self._endpoint, target, headers, body, limits, reader)
+        return HttpRequest(request.method, self._endpoint, target, headers, body, limits, reader, self._nodes)
 
     def _build_body(self, step: CompiledStep | CompiledHealth, values: TemplateValues) -> bytes | None:
         request = step.request
@@ -107,7 +115,8 @@ class ServerAdapter:
 
     endpoint: the full URL that jobs are submitted to; other paths are appended to its scheme, host and port.
     secret: returns a secret by its name.  Secrets are sent, but never kept, logged or quoted.
-    Raises ValueError if the endpoint is not an http or https URL.
+    nodes: finds the gateways of nodes.
+    Raises ValueError if the endpoint is not an http or https URL, nor a node's.
     """
 
     def __init__(
@@ -117,12 +126,14 @@ class ServerAdapter:
         *,
         secret: SecretLookup | None = None,
         max_response_bytes: int = MAX_RESPONSE_BYTES,
+        nodes: NodeResolver | None = None,
     ) -> None:
         parsed = parse_endpoint(endpoint)
         self.endpoint = parsed.url
         """The URL that jobs are submitted to, without its fragment."""
         self.compiled = compile_description(description) if isinstance(description, Description) else description
-        self.requests = RequestBuilder(parsed, self.compiled, secret, max_response_bytes)
+        self.requests = RequestBuilder(parsed, self.compiled, secret, max_response_bytes, nodes)
+        self.is_node = parsed.node is not None
         self._secret = secret
         self._secrets_of_endpoint = find_secrets_in_url(parsed.url)
 
@@ -182,8 +193,11 @@ class ServerAdapter:
         return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)
 
 
-def _headers_for(run: RunDetails | None, is_submit: bool) -> dict[str, str]:
-    """Return the headers of a request that no description has to contain."""
+def _headers_for(run: RunDetails | None, is_submit: bool, *, may_push: bool) -> dict[str, str]:
+    """Return the headers of a request that no description has to contain.
+
+    may_push: False for a node, which could push an end that no one has verified.
+    """
     headers = dict(_OWN_HEADERS)
     if run is None:
         return headers
@@ -196,8 +210,8 @@ def _headers_for(run: RunDetails | None, is_submit: bool) -> dict[str, str]:
         # All attempts have the same key: a server that keeps its last results by key can respond to a repeated attempt
         # with the result, and does not run the job twice.
         headers |= {"Idempotency-Key": run.job_id, "X-Deadline-Ms": str(run.deadline_ms)}
-        if run.callback_url:
+        if run.callback_url and may_push:
             headers["X-Callback-Url"] = run.callback_url
-        if run.callback_token:
+        if run.callback_token and may_push:
             headers["X-Callback-Token"] = run.callback_token
     return headers

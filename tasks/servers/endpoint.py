@@ -8,6 +8,8 @@ from urllib.parse import quote, unquote, urlsplit
 Origin: TypeAlias = tuple[str, str, int]
 """Scheme, host and port.  Requests to the same origin share connections."""
 
+NODE = "node"
+"""The scheme of a node's endpoint: its host is the id of the node, which gateways reach."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _UNRESERVED = re.compile(r"[A-Za-z0-9/._~-]+")
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -27,10 +29,17 @@ class Endpoint(NamedTuple):
     header_lines: tuple[str, ...]
     """The header lines that follow from the URL: Host, and Authorization if it contains a user."""
 
+    @property
+    def node(self) -> str | None:
+        """The id of the node to which the requests go; None: it is no node."""
+        return self.origin[1] if self.origin[0] == NODE else None
+
 
 def parse_endpoint(url: str) -> Endpoint:
-    """Parse the URL of a server.  Raises ValueError if it is not an http or https URL with a host."""
+    """Parse the URL of a server.  Raises ValueError if it is not an http or https URL with a host, nor a node's."""
     parts = urlsplit(url)
+    if parts.scheme == NODE and parts.hostname:
+        return Endpoint(url, (NODE, parts.hostname, 0), parts.path.removesuffix("/run"), parts.path, ())
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or not url.isprintable():
         raise ValueError("an endpoint is a full URL, such as http://gpu1:9001/generate")
     default_port = _DEFAULT_PORTS[parts.scheme]

@@ -26,6 +26,7 @@ from slotkeeper.large_json import AnonymousFile
 from tasks.servers import http_connection
 from tasks.servers.endpoint import Endpoint, Origin
 from tasks.servers.http_connection import HttpConnection, ParseTurns
+from tasks.servers.node_resolver import NodeResolver, ResolveError
 from tasks.servers.responses import FailureReason, NoResponse, Response
 from tasks.servers.stream_reader import StreamReader
 from tasks.servers.values import Limits
@@ -92,6 +93,7 @@ _HAPPY_EYEBALLS_DELAY_S = 0.25  # then the next address of a host is tried, whil
 _ABANDONED_MAX_BYTES = 64 * 1024  # bytes that are kept of the response in an abandoned exchange
 _METHODS_WITHOUT_BODY = frozenset({"GET", "HEAD"})
 _OWN_HEADERS = {"User-Agent": "slotkeeper", "Accept": "*/*", "Accept-Encoding": "identity"}
+_NOT_REACHED = frozenset({421, 502, 503, 504})
 _GZIP = 16 + zlib.MAX_WBITS
 
 
@@ -100,7 +102,7 @@ class HttpExchange:
 
     def __init__(self, http: "HttpClient", limits: Limits, reader: StreamReader | None = None) -> None:
         self.reply: asyncio.Future[Response | NoResponse] = http.loop.create_future()
-        self._http, self._limits, self._reader = http, limits, reader
+        self._http, self.limits, self._reader = http, limits, reader
         self.connecting: asyncio.Task[None] | None = None
         self._connection: HttpConnection | None = None  # Once it is set, the request may have left.
         self._status = 0
@@ -124,14 +126,14 @@ class HttpExchange:
         `reply` becomes a new future for the end of the exchange: a Response with the beginning of its body, or a
         NoResponse.  If `listen_s` is 0, or the request has not left, the exchange fails at once.
         """
-        if not self._limits.listen_s or self._connection is None or self.reply.done():
+        if not self.limits.listen_s or self._connection is None or self.reply.done():
             self.fail(self._reason(reason))
             return
         waiting, self.reply = self.reply, self._http.loop.create_future()
         self.is_abandoned, self._reader = True, None
         self._cancel_idle_check()
         self._deadline.cancel()
-        self._deadline = self._http.loop.call_later(self._limits.listen_s, self.fail, FailureReason.TIMEOUT)
+        self._deadline = self._http.loop.call_later(self.limits.listen_s, self.fail, FailureReason.TIMEOUT)
         waiting.set_result(NoResponse(reason))
 
     def send(self, connection: HttpConnection, request: "_EncodedRequest") -> None:
@@ -152,7 +154,7 @@ class HttpExchange:
 
     def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
         self._status, self._headers = status, headers
-        if int(headers.get("content-length") or 0) > self._limits.max_bytes and not self.is_abandoned:
+        if int(headers.get("content-length") or 0) > self.limits.max_bytes and not self.is_abandoned:
             self.fail(FailureReason.TOO_LARGE)
         elif self._reader is not None and self._reader.accepts(status, headers):
             self._check_idle()
@@ -164,14 +166,14 @@ class HttpExchange:
             self._has_body, self._decompressor = True, _make_decompressor(self._headers.get("content-encoding"))
         if self._decompressor is not None:
             try:
-                piece = self._decompressor.decompress(piece, self._limits.max_bytes - self._size + 1)
+                piece = self._decompressor.decompress(piece, self.limits.max_bytes - self._size + 1)
                 if self._decompressor.unused_data:
                     raise zlib.error("data follows the end of the compressed body")
             except zlib.error:
                 self.fail(FailureReason.DAMAGED)
                 return
         self._size += len(piece)
-        if self._size > self._limits.max_bytes:
+        if self._size > self.limits.max_bytes:
             self.fail(FailureReason.TOO_LARGE)
         elif self._reader is not None and self._reader.is_stream:
             self._feed_reader(self._reader, piece)
@@ -215,7 +217,7 @@ class HttpExchange:
         idle_ends_s = self._idle_ends_s()
         if idle_ends_s <= now_s:
             self.fail(FailureReason.TIMEOUT)
-        elif idle_ends_s < self._limits.deadline:
+        elif idle_ends_s < self.limits.deadline:
             self._idle_timer = self._http.loop.call_later(idle_ends_s - now_s, self._check_idle)
 
     def _idle_ends_s(self) -> float:
@@ -227,7 +229,7 @@ class HttpExchange:
         assert self._connection is not None
         if self._connection.bytes_unsent != self._unsent:
             self._unsent, self._last_sent_s = self._connection.bytes_unsent, time.monotonic()
-        ends_s = max(self._connection.last_received_s, self._last_sent_s) + self._limits.read_s
+        ends_s = max(self._connection.last_received_s, self._last_sent_s) + self.limits.read_s
         return ends_s if self._reader is None else min(ends_s, self._reader.silence_ends_s)
 
     def _cancel_idle_check(self) -> None:
@@ -274,31 +276,72 @@ class HttpClient:
         body: bytes | None,
         limits: Limits,
         reader: StreamReader | None = None,
+        nodes: NodeResolver | None = None,
     ) -> HttpExchange:
         """Send a request once.  On return it has left, or waits for its connection.
 
         target: the path and the query, quoted.
         reader: receives the body in pieces, if the response is a stream.
+        nodes: finds the gateway of a node.
         """
         exchange = HttpExchange(self, limits, reader)
         self._exchanges.add(exchange)
         if limits.deadline <= time.monotonic():
             exchange.fail(FailureReason.CONNECT)
-            return exchange
+        elif endpoint.node is None:
+            self._send_to(exchange, method, endpoint, target, headers, body)
+        else:
+            exchange.connecting = self.loop.create_task(
+                self._resolve_and_send(exchange, nodes, endpoint.node, method, target, headers, body)
+            )
+        return exchange
+
+    def _send_to(
+        self,
+        exchange: HttpExchange,
+        method: str,
+        endpoint: Endpoint,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+    ) -> None:
+        """Send over an idle connection, or begin to connect."""
         try:
             head = _encode_head(method, endpoint, target, headers, body)
         except ValueError:
             exchange.fail(FailureReason.UNSENDABLE)
-            return exchange
+            return
         request = _EncodedRequest(head, body or b"", method == "HEAD")
         kept = self._reusable_connection(endpoint.origin)
         if kept is not None:
             exchange.send(kept, request)
         else:
-            exchange.connecting = self.loop.create_task(
-                self._connect_and_send(exchange, endpoint.origin, request, limits)
-            )
-        return exchange
+            exchange.connecting = self.loop.create_task(self._connect_and_send(exchange, endpoint.origin, request))
+
+    async def _resolve_and_send(
+        self,
+        exchange: HttpExchange,
+        nodes: NodeResolver | None,
+        node: str,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+    ) -> None:
+        """Send to the gateway of a node.  Without a gateway, certainly nothing is sent."""
+        address = None
+        if nodes is not None:
+            try:
+                async with asyncio.timeout(exchange.limits.connect_s):
+                    address = await nodes.resolve(node)
+            except (ResolveError, TimeoutError) as error:
+                log.warning("gateway_not_found", node=node, error=str(error))
+        if nodes is None or address is None:
+            exchange.fail(FailureReason.CONNECT)
+            return
+        exchange.reply.add_done_callback(partial(_forget_if_moved, nodes, node))
+        exchange.connecting = None
+        self._send_to(exchange, method, address.endpoint, f"/n/{node}/{address.number}{target}", headers, body)
 
     def forget(self, exchange: HttpExchange) -> None:
         """Remove an exchange that has ended."""
@@ -315,11 +358,9 @@ class HttpClient:
 
     # -- connections -----------------------------------------------------------------------------------------
 
-    async def _connect_and_send(
-        self, exchange: HttpExchange, origin: Origin, request: _EncodedRequest, limits: Limits
-    ) -> None:
+    async def _connect_and_send(self, exchange: HttpExchange, origin: Origin, request: _EncodedRequest) -> None:
         try:
-            async with asyncio.timeout(limits.connect_s):
+            async with asyncio.timeout(exchange.limits.connect_s):
                 connection = await self._connect(origin)
         except OSError:  # also a timeout, and an error of TLS
             exchange.fail(FailureReason.CONNECT)
@@ -379,6 +420,13 @@ class HttpClient:
         self._open.discard(connection)
         if connection in self._idle.get(origin, ()):
             self._idle[origin].remove(connection)
+
+
+def _forget_if_moved(nodes: NodeResolver, node: str, reply: "asyncio.Future[Response | NoResponse]") -> None:
+    """Look a node's gateway up again after a request that did not reach the node."""
+    result = reply.result()
+    if isinstance(result, NoResponse) or result.status in _NOT_REACHED:
+        nodes.forget(node)
 
 
 @cache

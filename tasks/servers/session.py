@@ -52,6 +52,11 @@ class ServerSession:
         """Return the description of the server."""
         return self._server.description
 
+    @property
+    def is_node(self) -> bool:
+        """Return whether the server is a node, whose results have to be verified."""
+        return self._server.is_node
+
     def given_id_of(self, run: RunDetails) -> str | None:
         """Return the server's id of this attempt, as ServerAdapter.given_id_of does."""
         return self._server.given_id_of(run)

@@ -21,6 +21,7 @@ from slotkeeper.registry.values import format_attribute
 from tasks import server_adapters
 from tasks.server_adapters import Misconfigured
 from tasks.servers import RunDetails, ServerSession
+from tasks.worker.node_results import NodeResults
 from tasks.worker.progress_publisher import ProgressPublisher, ProgressStream
 from tasks.worker.run_requests import RunRequests
 from tasks.worker.server_call import CANCELED_UNSENT, ServerCall
@@ -102,6 +103,7 @@ class ServerCalls:
         self._parts, self._dispatcher, self._worker_loop = parts, parts.dispatcher, parts.worker_loop
         self._progress_publisher, self._abandoned_calls = progress_publisher, abandoned_calls
         self._record_handover_gap = record_handover_gap
+        self._node_results = NodeResults(parts.dispatcher, parts.worker_loop)
         self._handovers: dict[str, float] = {}  # lease that came with a slot's release -> moment of that (monotonic s)
 
     def note_handover(self, lease: str, since_s: float) -> None:
@@ -121,7 +123,10 @@ class ServerCalls:
             if not server_adapters.is_loaded(run.described_by):
                 await self._worker_loop.run_in_thread(server_adapters.load, run.described_by)
             session = self.session_for(worker_run, stream)
-            return _SERVER_REMOVED if session is None else await self._call(worker_run, session)
+            if session is None:
+                return _SERVER_REMOVED
+            outcome = await self._call(worker_run, session)
+            return await self._node_results.verify(run, outcome) if session.is_node else outcome
         except DatabaseUnavailable:
             raise  # It says nothing of the server, nor of the job.
         except Misconfigured as error:

@@ -21,7 +21,7 @@ from tests.house.tree import PACKAGES, REPO, name_of
 _CITATION = re.compile(r"\bR\d{1,3}\b|\btest_r\d+_|\bS[1-9]\b|\b[Ff]indings? [A-Z]?\d|\bDESIGN\b|\bREQUIREMENTS\b")
 _FILE = re.compile(r"(?<![\w/.<*-])((?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|cfg|toml|mako|html|js|css))\b(?!\()")
 # Named as what somebody else has, or might have.
-_ELSEWHERE = {"load.toml", "tasks.py", "Node.js", "NAME.toml", "mymodel.py", "story.py"}
+_ELSEWHERE = {"agent.toml", "load.toml", "tasks.py", "Node.js", "NAME.toml", "mymodel.py", "story.py"}
 
 
 @cache

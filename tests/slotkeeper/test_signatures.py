@@ -109,7 +109,7 @@ def test_joined_parts_cannot_be_divided_differently() -> None:
 
 def test_a_key_is_read_as_it_was_written_and_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key.pem"
-    signatures.write_key(_KEY, path)
+    path.write_bytes(signatures.encode_key(_KEY))
     assert signatures.public_key_of(signatures.read_key(path)) == signatures.public_key_of(_KEY)
     path.write_bytes(b"none")
     with pytest.raises(BadKey, match="no private key"):

@@ -10,7 +10,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from app.server.__main__ import configuration, listen, serve
+from app.listening import listen
+from app.server.__main__ import configuration, serve
 from app.server.application import WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from tools.cluster.stack import eventually
@@ -48,7 +49,9 @@ def serving(application: WebApplication) -> Iterator[Web]:
     config.timeout_graceful_shutdown = 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         web = Web(application, uvicorn.Server(config), runner.get_loop())
-        thread = threading.Thread(target=runner.run, args=(serve(application, web.server, listen("127.0.0.1", 0)),))
+        thread = threading.Thread(
+            target=runner.run, args=(serve(application, web.server, listen("127.0.0.1", 0, "The API", "")),)
+        )
         thread.start()
         try:
             eventually(lambda: web.server.started, "it listens", every_s=0.01)

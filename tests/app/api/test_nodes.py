@@ -7,7 +7,6 @@ import pytest
 from routing.queue.presence import NodeState, Presence
 from slotkeeper import signatures
 from slotkeeper.registry.identity import Scope
-from slotkeeper.registry.nodes import enrolment_statement
 from tasks import services
 from tests.support.api import Api
 
@@ -21,7 +20,7 @@ def _token(api: Api, **changes: Any) -> str:
 def _body(token: str, name: str = "attic", key: Any = None) -> dict[str, str]:
     key = key or signatures.make_key()
     public = signatures.public_key_of(key)
-    proof = signatures.sign(key, signatures.ENROLMENT_TYPE, enrolment_statement(token, public))
+    proof = signatures.sign(key, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public))
     return {
         "token": token,
         "name": name,

@@ -11,7 +11,7 @@ from tasks import services
 from tests.support.api import Api, clear_wiring
 
 _LOST = (
-    "nodes, node_keys, enrolment_tokens, "
+    "envelopes, nodes, node_keys, enrolment_tokens, "
     "validations, validation_answers, transfers, balance_parts, credit_accounts, prices, jobs.reserved, jobs.price, "
     "batches, batch_errors, usage_days, jobs.terms, tenants.limits, api_keys, catalog_changes, job_labels, "
     "jobs.given_times, queue_epochs, "

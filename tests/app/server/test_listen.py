@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.server.__main__ import listen
+from app.listening import listen
 from slotkeeper.errors import InvalidSetting
 
 
@@ -11,4 +11,4 @@ from slotkeeper.errors import InvalidSetting
 )
 def test_the_refusal_says_why(host: str, reason: str) -> None:
     with pytest.raises(InvalidSetting, match=rf"cannot listen on {host}, port 8000: .*({reason}).*SLOTKEEPER_HOST"):
-        listen(host, 8000)
+        listen(host, 8000, "The API", "Set SLOTKEEPER_HOST.")

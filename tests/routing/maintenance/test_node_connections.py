@@ -9,7 +9,7 @@ from routing.maintenance.rebuild import refresh_fleet
 from routing.queries.explain import explain_idle_server
 from routing.queue.presence import NodePresence, NodeState, Presence
 from slotkeeper import signatures
-from slotkeeper.registry.nodes import Grant, Node, Nodes, enrolment_statement
+from slotkeeper.registry.nodes import Grant, Node, Nodes
 from tests.support.stage import Stage
 
 
@@ -23,7 +23,7 @@ class Home:
         token = self.nodes.make_token(Grant(owner="acme", pool="homes"), "ops", stage.now, stage.now + 1000)[1]
         key = signatures.make_key()
         public = signatures.public_key_of(key)
-        proof = signatures.sign(key, signatures.ENROLMENT_TYPE, enrolment_statement(token, public))
+        proof = signatures.sign(key, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public))
         self.node: Node = self.nodes.enroll(token, "attic", public, proof, stage.now)
         declaration = orjson.dumps({"models": {"zimg": {}}, "slots": 1})
         self.nodes.declare({self.node.id: declaration}, stage.now)
@@ -78,7 +78,7 @@ def test_a_job_waits_for_a_node_and_the_explanation_names_its_state(home: Home) 
     home.connect(NodeState.PAUSED, "a game until 18:00")
     assert "paused by its owner" in home.stage.explained(job)
     assert "a game until 18:00" in home.why_idle()
-    home.presence.note(home.node.id, home.number, NodeState.ABSENT)
+    home.presence.note(home.node.id, home.number, "i1", "g1", NodeState.ABSENT)
     assert "'attic' is a node that is not connected since 20" in home.stage.explained(job)
 
 

@@ -171,20 +171,20 @@ def test_the_same_instance_replaces_its_own_connection(presence: Presence) -> No
 
 def test_an_absent_node_may_connect_anywhere(presence: Presence) -> None:
     first = presence.connect("n1", "i1", "g1", CONNECTED)
-    assert presence.note("n1", first.number, NodeState.ABSENT)
+    assert presence.note("n1", first.number, "i1", "g1", NodeState.ABSENT)
     assert presence.connect("n1", "i2", "g2", CONNECTED) == Claim(first.number + 1, "")
-    assert not presence.note("n1", first.number, NodeState.ABSENT)
+    assert not presence.note("n1", first.number, "i1", "g1", NodeState.ABSENT)
 
 
 def test_workers_find_the_gateway_of_a_node_that_is_connected(gateways: Gateways, presence: Presence) -> None:
     assert presence.find_gateway("n1") is None
     claim = presence.connect("n1", "i1", "g1", CONNECTED)
     assert presence.find_gateway("n1") == (claim.number, "http://g1:1")
-    presence.note("n1", claim.number, NodeState.PAUSED, "its owner plays a game")
+    presence.note("n1", claim.number, "i1", "g1", NodeState.PAUSED, "its owner plays a game")
     assert presence.find_gateway("n1") == (claim.number, "http://g1:1")
     found = presence.read().state_of("n1")
     assert found is not None and found.reason == "its owner plays a game"
-    presence.note("n1", claim.number, NodeState.ABSENT)
+    presence.note("n1", claim.number, "i1", "g1", NodeState.ABSENT)
     assert presence.find_gateway("n1") is None
 
 

@@ -31,8 +31,8 @@ WINDOW_S = 100
 _STAY = """
     batches.cancel_ms batches.changed_ms batches.closed_ms batches.created_ms batches.deadline_ms batches.ended_ms
     credit_accounts.closed_ms credit_accounts.low_since_ms credit_accounts.opened_ms transfers.at_ms transfers.slot_ms
-    validations.changed_ms validation_answers.at_ms enrolment_tokens.created_ms nodes.created_ms nodes.seen_ms
-    nodes.revoked_ms node_keys.from_ms node_keys.retired_ms node_keys.revoked_ms
+    validations.changed_ms validation_answers.at_ms envelopes.at_ms enrolment_tokens.created_ms nodes.created_ms
+    nodes.seen_ms nodes.revoked_ms node_keys.from_ms node_keys.retired_ms node_keys.revoked_ms
     api_keys.created_ms api_keys.last_used_ms api_keys.revoked_ms usage_days.slot_ms
     closed_models.changed_ms descriptions.created_ms events.at_ms idempotency_keys.expires_ms
     jobs.cancel_requested_ms jobs.created_ms jobs.finished_ms models.created_ms messages.at_ms messages.ended_ms

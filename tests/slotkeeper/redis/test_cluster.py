@@ -117,7 +117,7 @@ def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     presence = Presence(strict)
     assert not presence.beat("g1", "http://127.0.0.1:1")
     claim = presence.connect("n1", "i1", "g1", NodeState.CONNECTED)
-    assert presence.note("n1", claim.number, NodeState.ABSENT)
+    assert presence.note("n1", claim.number, "i1", "g1", NodeState.ABSENT)
     assert presence.set_present(FLEET, [NodePresence("gpu-slot3", claim.number, True)], "g1") == 1
     assert strict.ran == set(LIBRARY.script_names())
 

@@ -15,7 +15,6 @@ from slotkeeper.registry.nodes import (
     Node,
     Nodes,
     digest_of,
-    enrolment_statement,
     parse_declaration,
 )
 from tests.support.builders import T0, at_once
@@ -43,7 +42,7 @@ def _token(nodes: Nodes, grant: Grant = _GRANT, **more: Any) -> str:
 def _enroll(nodes: Nodes, token: str, name: str = "attic", key: Any = None, now_ms: int = T0) -> Node:
     key = key or signatures.make_key()
     public = signatures.public_key_of(key)
-    proof = signatures.sign(key, signatures.ENROLMENT_TYPE, enrolment_statement(token, public))
+    proof = signatures.sign(key, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public))
     return nodes.enroll(token, name, public, proof, now_ms)
 
 
@@ -99,7 +98,9 @@ def test_a_removed_token_enrols_no_node(nodes: Nodes) -> None:
 def test_a_node_proves_that_it_has_its_key(nodes: Nodes) -> None:
     token, key = _token(nodes), signatures.make_key()
     public = signatures.public_key_of(key)
-    other = signatures.sign(signatures.make_key(), signatures.ENROLMENT_TYPE, enrolment_statement(token, public))
+    other = signatures.sign(
+        signatures.make_key(), signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public)
+    )
     with pytest.raises(InvalidRequest, match="proof"):
         nodes.enroll(token, "attic", public, other, T0)
     with pytest.raises(InvalidRequest, match="name"):
@@ -145,7 +146,7 @@ def test_a_declaration_names_no_attribute_of_ours_and_stays_within_its_grant(cha
 
 
 def test_a_declaration_of_any_size_or_form_is_refused_with_a_reason() -> None:
-    for text in (b"", b"[]", b"{", b" " * (65 << 10)):
+    for text in (b"", b"[]", b"{", b" " * (33 << 10)):
         with pytest.raises(InvalidDeclaration):
             parse_declaration(text, _GRANT)
 

@@ -1,0 +1,270 @@
+"""The side of the agents: the handshake of a connection, its control messages, and its end."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+
+from app.gateway.connection import NodeConnection
+from app.gateway.connections import Connections
+from slotkeeper import signatures
+from slotkeeper.clock import now_ms
+from slotkeeper.errors import Conflict, DatabaseUnavailable
+from slotkeeper.registry.nodes import InvalidDeclaration, Node, digest_of, parse_declaration
+from slotkeeper.tunnel import handshake
+from slotkeeper.tunnel.frames import FrameType, TunnelError, decode_message, encode_json_frame
+from slotkeeper.tunnel.handshake import Hello
+
+log = structlog.get_logger(__name__)
+
+_MAX_UNVERIFIED, _MAX_UNVERIFIED_OF_ADDRESS = 200, 10
+_MAX_CONTROLS = 8  # of one connection that are handled at a time
+_MAX_REASON = 100  # characters; a close frame has 123 bytes
+
+
+class _Refused(Exception):
+    """The connection is closed with this code, for this reason."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class NodeSide:
+    """Handles the WebSockets of agents.
+
+    hosts: names under which agents may dial this gateway.  max_nodes: connections at a time.
+    ping: returns whether a node answers at another gateway.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        hosts: frozenset[str],
+        max_nodes: int,
+        ping: Callable[[str, str], Any],
+    ) -> None:
+        self._connections, self._hosts, self._max_nodes, self._ping = connections, hosts, max_nodes, ping
+        self._unverified = Counter[str]()
+        self._sockets: dict[NodeConnection, ServerConnection] = {}
+        self.is_stopping = False
+
+    async def handle(self, websocket: ServerConnection) -> None:
+        """Serve one connection until it ends."""
+        try:
+            connection, node = await self._admit(websocket)
+        except _Refused as refused:
+            log.info("node_refused", code=refused.code, reason=refused.reason)
+            await websocket.close(refused.code, refused.reason[:_MAX_REASON])
+            return
+        except (ConnectionClosed, TimeoutError, TunnelError):
+            await websocket.close(handshake.CLOSE_PROTOCOL, "the handshake failed")
+            return
+        except (DatabaseUnavailable, RedisError) as error:
+            log.warning("node_not_admitted", error=str(error))
+            await websocket.close(handshake.CLOSE_TRY_LATER, "the database or Redis does not answer")
+            return
+        log.info("node_connected", node=node.name, number=connection.number)
+        await self._serve(websocket, connection)
+        log.info("node_disconnected", node=node.name, number=connection.number)
+
+    async def close(self, connection: NodeConnection, code: int, reason: str) -> None:
+        """Close a connection."""
+        websocket = self._sockets.get(connection)
+        if websocket is not None:
+            await websocket.close(code, reason)
+
+    async def stop(self, within_s: float) -> None:
+        """Tell all agents to connect elsewhere, wait until their requests have ended, and close."""
+        self.is_stopping = True
+        connections = list(self._sockets)
+        for connection in connections:
+            connection.send_control("go_away")
+        waits = [asyncio.ensure_future(connection.idle.wait()) for connection in connections]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=within_s)
+            for wait in pending:
+                wait.cancel()
+        await asyncio.gather(
+            *(self.close(connection, handshake.CLOSE_STOPPING, "the gateway stops") for connection in connections)
+        )
+
+    # -- the handshake ---------------------------------------------------------------------------------------
+
+    async def _admit(self, websocket: ServerConnection) -> tuple[NodeConnection, Node]:
+        """Verify an agent, and claim its node.  Raises _Refused, and what its parts raise."""
+        address = str((websocket.remote_address or ("",))[0])
+        if self.is_stopping or len(self._connections) >= self._max_nodes:
+            raise _Refused(handshake.CLOSE_TRY_LATER, "this gateway takes no more connections")
+        if self._unverified.total() >= _MAX_UNVERIFIED or self._unverified[address] >= _MAX_UNVERIFIED_OF_ADDRESS:
+            raise _Refused(handshake.CLOSE_TRY_LATER, "too many connections are being verified")
+        self._unverified[address] += 1
+        try:
+            async with asyncio.timeout(handshake.HANDSHAKE_S):
+                hello, node = await self._verify(websocket)
+        finally:
+            self._unverified[address] -= 1
+            self._unverified += Counter()  # without addresses that have none
+        number = await self._claim(hello)
+        await self._store(hello, node)
+        return self._make_connection(websocket, hello, node, number), node
+
+    async def _verify(self, websocket: ServerConnection) -> tuple[Hello, Node]:
+        nonce = handshake.make_nonce()
+        challenge = {"type": "challenge", "nonce": signatures.encode_bytes(nonce), "gateway": self._connections.name}
+        await websocket.send(encode_json_frame(FrameType.CONTROL, 0, challenge))
+        hello = handshake.read_hello(_read_control(await websocket.recv()))
+        if hello.host not in self._hosts:
+            raise _Refused(
+                handshake.CLOSE_REFUSED, f"{hello.host} is no name of this gateway; see SLOTKEEPER_NODE_HOSTS"
+            )
+        nodes = self._connections.nodes
+        keys = await asyncio.to_thread(nodes.find_keys, hello.node)
+        if hello.key not in keys or not hello.is_signed_by(keys[hello.key], nonce):
+            raise _Refused(handshake.CLOSE_REVOKED, "the key is not valid: enrol the node again")
+        node = await asyncio.to_thread(nodes.find, hello.node)
+        if node is None:
+            raise _Refused(handshake.CLOSE_REVOKED, "there is no such node")
+        try:
+            parse_declaration(hello.declaration.encode(), node.grant)
+        except InvalidDeclaration as invalid:
+            raise _Refused(handshake.CLOSE_REFUSED, f"declaration: {invalid}") from None
+        return hello, node
+
+    async def _claim(self, hello: Hello) -> int:
+        """Return the number of the connection.  Raises _Refused: another instance answers."""
+        replaces = False
+        while True:
+            claim = await self._connections.claim(
+                hello.node, hello.instance, takes_jobs=hello.takes_jobs, reason=hello.reason, replaces=replaces
+            )
+            if claim.number:
+                return claim.number
+            address = await self._connections.find_address(claim.former)
+            if address is not None and await self._ping(address, hello.node):
+                raise _Refused(handshake.CLOSE_OTHER_INSTANCE, "another agent with this key is connected")
+            replaces = True
+
+    async def _store(self, hello: Hello, node: Node) -> None:
+        declaration = hello.declaration.encode()
+        if node.digest != digest_of(declaration):
+            await self._connections.declare(node.id, declaration)
+        else:
+            await asyncio.to_thread(self._connections.nodes.note_seen, node.id, now_ms())
+        await asyncio.to_thread(self._connections.nodes.retire_older_keys, node.id, hello.key, now_ms())
+
+    def _make_connection(self, websocket: ServerConnection, hello: Hello, node: Node, number: int) -> NodeConnection:
+        declaration = hello.declaration.encode()
+        slots = min(orjson.loads(declaration)["slots"], node.grant.max_slots)
+        controls = _Controls(self._connections, node)
+        connection = NodeConnection(node.id, number, hello.instance, slots, websocket.send, controls.on_message)
+        controls.connection = connection
+        connection.takes_jobs, connection.reason = hello.takes_jobs, hello.reason
+        connection.digest = digest_of(declaration)
+        return connection
+
+    # -- a connection ----------------------------------------------------------------------------------------
+
+    async def _serve(self, websocket: ServerConnection, connection: NodeConnection) -> None:
+        self._sockets[connection] = websocket
+        sender = asyncio.ensure_future(connection.send_messages())
+        try:
+            connection.send_control("welcome", connection=connection.number, declared=connection.digest)
+            former = self._connections.add(connection)
+            if former is not None:
+                await self.close(former, handshake.CLOSE_REPLACED, "the agent has connected again")
+            await self._connections.show(connection)
+            async for message in websocket:
+                if not isinstance(message, bytes):
+                    raise TunnelError("a message is text")
+                connection.receive(message)
+        except TunnelError as error:
+            log.warning("tunnel_error", node=connection.node, error=str(error))
+            await websocket.close(handshake.CLOSE_PROTOCOL, str(error)[:_MAX_REASON])
+        except (DatabaseUnavailable, RedisError) as error:
+            log.warning("node_not_shown", node=connection.node, error=str(error))
+            await websocket.close(handshake.CLOSE_TRY_LATER, "the database or Redis does not answer")
+        except ConnectionClosed:
+            pass
+        finally:
+            sender.cancel()
+            connection.lose()
+            del self._sockets[connection]
+            await self._connections.remove(connection)
+
+
+class _Controls:
+    """Handles the control messages of one agent, one after the other."""
+
+    def __init__(self, connections: Connections, node: Node) -> None:
+        self._connections, self._node = connections, node
+        self.connection: NodeConnection | None = None
+        self._tasks = set[asyncio.Task[None]]()
+        self._turn = asyncio.Lock()
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Begin to handle a message.  Raises TunnelError: too many are being handled."""
+        if len(self._tasks) >= _MAX_CONTROLS:
+            raise TunnelError("too many control messages")
+        task = asyncio.ensure_future(self._handle(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, message: dict[str, Any]) -> None:
+        connection = self.connection
+        assert connection is not None
+        async with self._turn:
+            try:
+                match message["type"]:
+                    case "accepts":
+                        connection.takes_jobs = message.get("yes") is True
+                        connection.reason = str(message.get("reason", ""))[:_MAX_REASON]
+                        await self._connections.show(connection)
+                    case "declare":
+                        await self._declare(connection, str(message.get("declaration", "")).encode())
+                    case "rotate":
+                        await self._rotate(connection, message)
+                    case _:
+                        pass  # of a newer agent
+            except (DatabaseUnavailable, RedisError, InvalidDeclaration, Conflict, ValueError) as error:
+                log.warning("control_failed", node=self._node.name, type=message["type"], error=str(error))
+                connection.send_control("failed", of=message["type"], error=str(error))
+
+    async def _declare(self, connection: NodeConnection, declaration: bytes) -> None:
+        parse_declaration(declaration, self._node.grant)
+        await self._connections.declare(self._node.id, declaration)
+        connection.digest = digest_of(declaration)
+        connection.send_control("declared", digest=connection.digest)
+        await self._connections.show(connection)
+
+    async def _rotate(self, connection: NodeConnection, message: dict[str, Any]) -> None:
+        """Add a key: the old one has signed it, and it has signed the id of the node.  Raises ValueError, Conflict."""
+        nodes = self._connections.nodes
+        public_key = signatures.decode_bytes(message.get("public_key"))
+        by_old, by_new = (signatures.decode_bytes(message.get(name)) for name in ("signature", "proof"))
+        keys = await asyncio.to_thread(nodes.find_keys, self._node.id)
+        old = keys.get(str(message.get("key")))
+        if (
+            old is None
+            or not signatures.is_signed(old, signatures.ROTATION_TYPE, public_key, by_old)
+            or not signatures.is_signed(public_key, signatures.ROTATION_TYPE, self._node.id.encode(), by_new)
+        ):
+            raise ValueError("the new key is not signed by the old one, or has not signed the node's id")
+        key = await asyncio.to_thread(nodes.rotate, self._node.id, public_key, now_ms())
+        connection.send_control("key_stored", key=key)
+
+
+def _read_control(message: str | bytes) -> dict[str, Any]:
+    """Return the control message that is alone in a message.  Raises TunnelError."""
+    if not isinstance(message, bytes):
+        raise TunnelError("a message is text")
+    frames = list(decode_message(message))
+    if len(frames) != 1 or frames[0].type is not FrameType.CONTROL:
+        raise TunnelError("the first message is not one control message")
+    return frames[0].json()

@@ -1,0 +1,289 @@
+"""One connection to the gateway: the handshake, and the requests that come over it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.typing import Subprotocol
+
+from slotkeeper import signatures
+from slotkeeper.agent.config import AgentConfig
+from slotkeeper.agent.identity import NodeIdentity
+from slotkeeper.process import package_version
+from slotkeeper.serve.http_server import Request, Response
+from slotkeeper.serve.logs import log_failure
+from slotkeeper.tunnel import handshake
+from slotkeeper.tunnel.frames import (
+    MAX_MESSAGE_BYTES,
+    SUBPROTOCOL,
+    FrameType,
+    TunnelError,
+    decode_message,
+    encode_json_frame,
+)
+from slotkeeper.tunnel.handshake import Hello
+from slotkeeper.tunnel.sender import Sender
+from slotkeeper.tunnel.streams import (
+    BodyEnded,
+    ControlReceived,
+    DataReceived,
+    RequestReceived,
+    Side,
+    StreamReset,
+    Tunnel,
+    WindowOpened,
+)
+
+_PING_S, _PONG_S = 20, 10  # NAT and proxies forget a silent connection after 30 to 60 s.
+_OPEN_S = 10
+_WELCOME_S = 30.0  # The gateway stores what the node declares before it says welcome.
+_MAX_STREAMS = 100_000  # The gateway bounds them by the slots that it admits.
+
+Handler = Callable[[Request], Response]
+
+
+class _StreamOver(Exception):
+    """The gateway has given the request up, or the connection has ended."""
+
+
+class _Inbound:
+    """A request of which the body is still arriving, or whose response is being sent."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self.head, self.body, self.is_too_large = head, bytearray(), False
+        self.can_send = asyncio.Event()
+        self.is_over = False
+
+
+class GatewayLink:
+    """A connection.  `run` returns when it has ended; Raises ConnectionClosed with the gateway's code.
+
+    handle: returns the response to a request; called in a thread.
+    status: returns why no jobs are taken now; "": they are.
+    on_digest: is given the digest of the declaration that the gateway has confirmed.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        identity: NodeIdentity,
+        handle: Handler,
+        threads: Executor,
+        status: Callable[[], str],
+        on_digest: Callable[[str], None],
+    ) -> None:
+        self._config, self._identity, self._handle, self._threads = config, identity, handle, threads
+        self._status, self._on_digest = status, on_digest
+        self._tunnel = Tunnel(Side.AGENT, _MAX_STREAMS)
+        self._inbound: dict[int, _Inbound] = {}
+        self._sender: Sender | None = None
+        self._loop = asyncio.get_running_loop()
+        self._sent_status = ""
+        self.number = 0
+        self.is_ready, self.is_told_to_go, self.is_idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.is_idle.set()
+        self._websocket: ClientConnection | None = None
+
+    async def run(self) -> None:
+        """Connect, and serve requests until the connection ends.
+
+        Raises OSError, TimeoutError, TunnelError, ConnectionClosed and other errors of websockets.
+        """
+        async with connect(
+            self._config.gateway,
+            ssl=self._config.tls_context(),
+            subprotocols=[Subprotocol(SUBPROTOCOL)],
+            compression=None,
+            open_timeout=_OPEN_S,
+            ping_interval=_PING_S,
+            ping_timeout=_PONG_S,
+            max_size=MAX_MESSAGE_BYTES,
+            max_queue=4,
+        ) as websocket:
+            self._websocket = websocket
+            async with asyncio.timeout(handshake.HANDSHAKE_S):
+                await self._greet(websocket)
+            self._sender = Sender(self._tunnel, websocket.send)
+            sending = asyncio.ensure_future(self._sender.run())
+            try:
+                while True:
+                    async with asyncio.timeout(None if self.is_ready.is_set() else _WELCOME_S):
+                        message = await websocket.recv()
+                    if not isinstance(message, bytes):
+                        raise TunnelError("a message is text")
+                    self._receive(message)
+            finally:
+                sending.cancel()
+                self._end_all()
+
+    def report_status(self) -> None:
+        """Tell the gateway whether jobs are taken, if that has changed."""
+        why_not = self._status()
+        if self.is_ready.is_set() and why_not != self._sent_status:
+            self._sent_status = why_not
+            self._send_control("accepts", yes=not why_not, reason=why_not)
+
+    def send_declaration(self) -> None:
+        """Tell the gateway what the node declares."""
+        self._send_control("declare", declaration=self._config.declaration().decode())
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._websocket is not None:
+            await self._websocket.close()
+
+    # -- the handshake ---------------------------------------------------------------------------------------
+
+    async def _greet(self, websocket: ClientConnection) -> None:
+        challenge = _read_control(await websocket.recv(), "challenge")
+        nonce, declaration = signatures.decode_bytes(challenge.get("nonce")), self._config.declaration()
+        identity, self._sent_status = self._identity, self._status()
+        statement = handshake.hello_statement(nonce, self._config.host, identity.id, identity.instance, declaration)
+        hello = Hello(
+            node=identity.id,
+            key=identity.key_id,
+            signature=signatures.encode_bytes(signatures.sign(identity.key, signatures.HELLO_TYPE, statement)),
+            host=self._config.host,
+            instance=identity.instance,
+            agent=package_version(),
+            declaration=declaration.decode(),
+            takes_jobs=not self._sent_status,
+            reason=self._sent_status,
+        )
+        await websocket.send(encode_json_frame(FrameType.CONTROL, 0, hello.message()))
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def _receive(self, message: bytes) -> None:
+        for event in self._tunnel.receive(message):
+            match event:
+                case ControlReceived(control):
+                    self._on_control(control)
+                case RequestReceived(stream, head):
+                    self._inbound[stream] = _Inbound(head)
+                    self.is_idle.clear()
+                case DataReceived(stream, data):
+                    self._on_data(stream, data)
+                case BodyEnded(stream):
+                    if (inbound := self._inbound.get(stream)) is not None:
+                        self._threads.submit(self._respond, stream, inbound)
+                case StreamReset(stream):
+                    self._forget(stream)
+                case WindowOpened(stream):
+                    if (inbound := self._inbound.get(stream)) is not None:
+                        inbound.can_send.set()
+                case _:
+                    pass
+        self._wake()
+
+    def _on_control(self, control: dict[str, Any]) -> None:
+        match control["type"]:
+            case "welcome":
+                self.number = int(control.get("connection", 0))
+                self._on_digest(str(control.get("declared", "")))
+                self.is_ready.set()
+            case "go_away":
+                self.is_told_to_go.set()
+            case "declared":
+                self._on_digest(str(control.get("digest", "")))
+            case _:
+                pass  # of a newer gateway
+
+    def _on_data(self, stream: int, data: bytes) -> None:
+        self._tunnel.consumed(stream, len(data))
+        inbound = self._inbound.get(stream)
+        if inbound is None:
+            return
+        # A body that is too large for this node is answered as such, when it has arrived.
+        inbound.body += data[: self._config.max_payload_bytes + 1 - len(inbound.body)]
+
+    def _respond(self, stream: int, inbound: _Inbound) -> None:
+        """Handle a request and send its response.  In a thread."""
+        headers = {str(name).lower(): str(value) for name, value in dict(inbound.head.get("headers") or {}).items()}
+        path = str(inbound.head.get("path", "")).partition("?")[0]
+        request = Request(str(inbound.head.get("method", "")), path, headers, bytes(inbound.body))
+        try:
+            response = self._handle(request)
+            self._in_loop(stream, inbound, self._send_head, response)
+            for piece in (response.body,) if response.events is None else response.events:
+                self._in_loop(stream, inbound, self._send_piece, piece)
+            self._in_loop(stream, inbound, self._send_end, b"")
+        except (_StreamOver, RuntimeError):  # RuntimeError: the loop was closed.
+            pass
+        except Exception as error:
+            log_failure(f"{request.method!r} {request.path!r}", error)
+            self._loop.call_soon_threadsafe(self._reset, stream)
+
+    def _in_loop(self, stream: int, inbound: _Inbound, send: Callable[..., Any], what: Any) -> None:
+        """Send something in the event loop, and wait until it is accepted.  Raises _StreamOver."""
+        asyncio.run_coroutine_threadsafe(send(stream, inbound, what), self._loop).result()
+
+    async def _send_head(self, stream: int, inbound: _Inbound, response: Response) -> None:
+        self._check(inbound)
+        headers = {name.lower(): value for name, value in response.headers}
+        headers["content-type"] = "application/json" if response.events is None else "text/event-stream"
+        self._tunnel.respond(stream, {"status": response.status, "headers": headers})
+
+    async def _send_piece(self, stream: int, inbound: _Inbound, piece: bytes) -> None:
+        while piece:
+            self._check(inbound)
+            sent = self._tunnel.send(stream, piece)
+            piece = piece[sent:]
+            self._wake()
+            if not sent:
+                inbound.can_send.clear()
+                await inbound.can_send.wait()
+
+    async def _send_end(self, stream: int, inbound: _Inbound, _: bytes) -> None:
+        self._check(inbound)
+        self._tunnel.end(stream)
+        self._wake()
+        self._forget(stream)
+
+    def _check(self, inbound: _Inbound) -> None:
+        if inbound.is_over:
+            raise _StreamOver
+
+    def _reset(self, stream: int) -> None:
+        self._tunnel.reset(stream, "internal")
+        self._wake()
+        self._forget(stream)
+
+    def _forget(self, stream: int) -> None:
+        inbound = self._inbound.pop(stream, None)
+        if inbound is not None:
+            inbound.is_over = True
+            inbound.can_send.set()
+        if not self._inbound:
+            self.is_idle.set()
+
+    def _end_all(self) -> None:
+        self._tunnel.lose()
+        for stream in list(self._inbound):
+            self._forget(stream)
+
+    def _send_control(self, kind: str, **members: Any) -> None:
+        self._tunnel.send_control({"type": kind, **members})
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._sender is not None:
+            self._sender.wake()
+
+
+def close_code(error: ConnectionClosed) -> tuple[int, str]:
+    """Return the code and the reason with which the gateway closed a connection; 0: it broke."""
+    return (error.rcvd.code, error.rcvd.reason) if error.rcvd is not None else (0, "the connection broke")
+
+
+def _read_control(message: str | bytes, kind: str) -> dict[str, Any]:
+    """Return the control message of this type that is alone in a message.  Raises TunnelError."""
+    if not isinstance(message, bytes):
+        raise TunnelError("a message is text")
+    frames = list(decode_message(message))
+    if not frames or frames[0].type is not FrameType.CONTROL or frames[0].json().get("type") != kind:
+        raise TunnelError(f"the gateway sends no {kind}")
+    return frames[0].json()

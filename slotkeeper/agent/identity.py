@@ -1,0 +1,85 @@
+"""The identity of the node: its key, which never leaves the machine, and the id that it got when it enrolled."""
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from slotkeeper import signatures
+from slotkeeper.agent.config import InvalidConfig
+
+_KEY_FILE, _NODE_FILE = "key.pem", "node.json"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who the node is.  instance: random, of this process."""
+
+    id: str
+    name: str
+    key: Ed25519PrivateKey
+    instance: str
+
+    @property
+    def key_id(self) -> str:
+        return signatures.key_id(signatures.public_key_of(self.key))
+
+
+def load_identity(state_dir: Path) -> NodeIdentity:
+    """Return the identity of an enrolled node.  Raises InvalidConfig."""
+    try:
+        stored = orjson.loads((state_dir / _NODE_FILE).read_bytes())
+        key = signatures.read_key(state_dir / _KEY_FILE)
+        return NodeIdentity(stored["id"], stored["name"], key, secrets.token_hex(8))
+    except (OSError, ValueError, KeyError, signatures.BadKey) as error:
+        raise InvalidConfig(
+            f"{state_dir} has no enrolled node ({error}): run `slotkeeper agent enroll URL` with a token"
+        ) from None
+
+
+def enroll(state_dir: Path, name: str, token: str, post: Callable[[dict[str, str]], dict[str, Any]]) -> NodeIdentity:
+    """Enrol the node, and store what identifies it.  If the answer is lost, call it again: the key is kept.
+
+    post: sends the request, and returns the response.  Raises InvalidConfig: it is enrolled already; OSError.
+    """
+    if (state_dir / _NODE_FILE).exists():
+        raise InvalidConfig(f"{state_dir} has an enrolled node already; for another give another state_dir")
+    key = _load_or_make_key(state_dir)
+    public = signatures.public_key_of(key)
+    proof = signatures.sign(key, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public))
+    enrolled = post(
+        {
+            "token": token,
+            "name": name,
+            "public_key": signatures.encode_bytes(public),
+            "proof": signatures.encode_bytes(proof),
+        }
+    )
+    _write(state_dir / _NODE_FILE, orjson.dumps({"id": enrolled["id"], "name": enrolled["name"]}))
+    return load_identity(state_dir)
+
+
+def _load_or_make_key(state_dir: Path) -> Ed25519PrivateKey:
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = state_dir / _KEY_FILE
+    if not path.exists():
+        _write(path, signatures.encode_key(signatures.make_key()))
+    try:
+        return signatures.read_key(path)
+    except signatures.BadKey as error:
+        raise InvalidConfig(str(error)) from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all."""
+    unfinished = path.with_suffix(".new")
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)

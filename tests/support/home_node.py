@@ -1,0 +1,68 @@
+"""Nodes of real processes: gateways, agents, and what operators do for them."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.up.ports import free_port
+from tests.support.http_api import HttpApi
+from tools.cluster.stack import Process, Stack, eventually, listens
+
+DEMO = "slotkeeper.serve.demo:zimg"
+
+
+class Gateway:
+    """A gateway process, and the port to which agents connect."""
+
+    def __init__(self, stack: Stack, name: str = "gateway") -> None:
+        self.port = free_port()
+        stack.env["SLOTKEEPER_NODE_PORT"] = str(self.port)
+        self.process: Process = stack.start(name, [sys.executable, "-P", "-m", "app.gateway"])
+        self.process.source(lambda: listens(self.port), "it listens")
+
+
+class HomeNode:
+    """A node: its folder, and the process of its agent while it runs."""
+
+    def __init__(self, api: HttpApi, name: str, port: int, pool: str = "homes", slots: int = 1, **models: Any) -> None:
+        self.api, self.name, self.folder = api, name, api.stack.home / name
+        self.folder.mkdir()
+        self.config = self.folder / "agent.toml"
+        self.write_config(port, slots, **models or {"zimg": {"function": DEMO}})
+        grant = {"pool": pool, "owner": "acme", "max_slots": slots}
+        token = api.call("POST", "/nodes/tokens", json=grant).json()["token"]
+        command = [*self._command("enroll", api.stack.url), "--name", name, "--token", token]
+        api.stack.run(command)
+        self.process: Process | None = None
+
+    def write_config(self, port: int, slots: int = 1, **models: Any) -> None:
+        lines = [f'gateway = "ws://127.0.0.1:{port}"', f"slots = {slots}"]
+        for model, entry in models.items():
+            lines += [f"[models.{model}]", *(f'{field} = "{value}"' for field, value in entry.items())]
+        self.config.write_text("\n".join(lines))
+
+    def start(self) -> None:
+        number = 1 + sum(name.startswith(f"{self.name}.") for name in self.api.stack.processes)
+        self.process = self.api.stack.start(f"{self.name}.{number}", self._command("run"))
+
+    def started(self) -> "HomeNode":
+        self.start()
+        self.wait_for("connected")
+        return self
+
+    def wait_for(self, state: str, within_s: float = 30.0) -> None:
+        eventually(lambda: self.state() == state, f"node {self.name} is {state}", within_s)
+
+    def state(self) -> str:
+        return str(self.api.call("GET", f"/nodes/{self.name}").json()["state"])
+
+    def command(self, *words: str) -> str:
+        return self.api.stack.run(self._command(*words))
+
+    def _command(self, word: str, *arguments: str) -> list[str]:
+        python = [sys.executable, "-P", "-m", "slotkeeper.agent"]
+        return [*python, word, *arguments, "--config", str(self.config)]
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "agent-state" / "runs"

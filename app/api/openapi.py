@@ -3,7 +3,7 @@
 The document and its page work without a network.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
 
@@ -13,6 +13,7 @@ from flask.json.provider import JSONProvider
 from flask_openapi import APIBlueprint, Info, OpenAPI
 from flask_openapi_swagger.plugins import RegisterPlugin
 from pydantic import BaseModel
+from werkzeug.datastructures import Headers
 from werkzeug.routing import BaseConverter
 
 from app.auth.access import public
@@ -77,9 +78,29 @@ class _JobId(BaseConverter):
     part_isolating = True
 
 
+class _Response(Response):
+    """A response whose headers are checked only where that may change them."""
+
+    def get_wsgi_headers(self, environ: dict[str, Any]) -> Headers:
+        """Return the headers.  app.server.wsgi sets Content-Length, and a Location of these statuses is ASCII."""
+        if self.status_code in (200, 201, 202):
+            return self.headers
+        return super().get_wsgi_headers(environ)
+
+
+class _Application(OpenAPI):
+    """The application.  None of its functions is a coroutine."""
+
+    response_class = _Response
+
+    def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function.  Flask would examine each view and each hook at each request."""
+        return func
+
+
 def new_app(version: str) -> OpenAPI:
     """Return a Flask application that builds its OpenAPI document, which `register` serves."""
-    app = OpenAPI(
+    app = _Application(
         "app",
         info=Info(title="Slotkeeper", version=version, description="A dispatcher for GPU inference."),
         security_schemes=SECURITY,

@@ -119,14 +119,14 @@ def page_access(view: View) -> View:
 
 def set_identity(identity: Identity) -> None:
     """Set who sends this request, whom the page has authenticated by its cookie."""
-    _set_actor(identity, "page")
+    _set_actor(identity, request.environ, "page")
 
 
-def _set_actor(identity: Identity, interface: str) -> None:
+def _set_actor(identity: Identity, environ: Mapping[str, Any], interface: str) -> None:
     """Set who sends this request, and the actor for the audit log and the log."""
     g.identity = identity
     logs.bind_context(tenant=identity.tenant.name)
-    audit.set_actor(Actor(identity.tenant.name, interface, request.environ.get("REMOTE_ADDR") or None))
+    audit.set_actor(Actor(identity.tenant.name, interface, environ.get("REMOTE_ADDR") or None))
 
 
 def _reset_actor(_: BaseException | None) -> None:
@@ -164,27 +164,28 @@ def visible_name(tenant: str) -> str:
 
 def authorize() -> None:
     """Authorize this request before its view.  Raises ProblemError, Unauthorized, ScopeMissing."""
-    view = current_app.view_functions.get(request.endpoint or "")
+    endpoint, environ = request.endpoint or "", request.environ
+    view, cache = current_app.view_functions.get(endpoint), key_cache()
     if view is None or getattr(view, "has_own_auth", False):
         return
-    environ = request.environ
-    if key_cache() is None:
+    if cache is None:
         reject_remote(environ)
     if getattr(view, "public", False) or getattr(view, "is_page", False):
         return
     if getattr(view, "shows_metrics", False):
         if not _has_metrics_key(environ):
-            _identify(environ).require(Scope.OPERATE)
+            _identify(environ, cache).require(Scope.OPERATE)
         return
     method = environ["REQUEST_METHOD"]
     if method in _CHANGING_METHODS:
         reject_form_body(request)
     if method != "OPTIONS":  # Its response names the methods of a path, and nothing else.
         is_command_line = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
-        _set_actor(_identify(environ), "command line" if is_command_line else "REST")
-        required = scope_of(current_app, request.endpoint or "")
+        identity = _identify(environ, cache)
+        _set_actor(identity, environ, "command line" if is_command_line else "REST")
+        required = scope_of(current_app, endpoint)
         assert required is not None, "checked when the application was configured"
-        current_identity().require(required)
+        identity.require(required)
 
 
 def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
@@ -192,9 +193,8 @@ def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
     return bool(key) and key_cache() is not None and compare_digest(sent_key, key)
 
 
-def _identify(environ: Mapping[str, Any]) -> Identity:
-    """Return who sends a request.  Raises Unauthorized."""
-    cache = key_cache()
+def _identify(environ: Mapping[str, Any], cache: KeyCache | None) -> Identity:
+    """Return who sends a request.  Raises Unauthorized.  `cache` None: no keys are required."""
     if cache is None:
         return LOCAL_IDENTITY
     key = read_bearer(environ)

@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "each key opens each view",
         "app.auth.access:authorize",
-        drop("current_identity().require(required)"),
+        drop("identity.require(required)"),
         kills=["test_a_refusal_says_what_the_key_may_and_what_is_needed"],
         breaks="authorization",
         still="test_a_removed_key_stops_working",

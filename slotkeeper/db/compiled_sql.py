@@ -86,11 +86,11 @@ class BulkInsert:
         self,
         table: Table,
         *,
-        unique: str = "",
+        unique: Sequence[str] = (),
         returning: Sequence[ColumnElement[Any]] = (),
         is_witness: bool = False,
     ) -> None:
-        """unique: a row whose value of this column is in the table already is left out.
+        """unique: a row whose values of these columns are in the table already is left out.
 
         returning: columns of each inserted row.
         is_witness: only one transaction writes such a row, so that it proves the commit (commit_outcome.py).
@@ -132,7 +132,7 @@ class BulkInsert:
             ]
             insert = insert.values(rows)
             if self._unique:
-                insert = insert.on_conflict_do_nothing(index_elements=[self._unique])
+                insert = insert.on_conflict_do_nothing(index_elements=self._unique)
             if returning := self._returns(dialect):
                 insert = insert.returning(*returning)
             parameters = [f"{name}_{n}" for n in range(number) for name in names]

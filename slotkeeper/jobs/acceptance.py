@@ -45,7 +45,7 @@ _INSERT_KEY = CompiledStatement(insert(idempotency_keys), [column.name for colum
 
 _REQUESTED = ("id", "payload", *SPEC_FIELDS)
 _get_requested = attrgetter(*_REQUESTED)
-_INSERT_JOBS = BulkInsert(jobs, unique="id", returning=(jobs.c.id, jobs.c.seq, closed_models.CLOSED_COLUMN))
+_INSERT_JOBS = BulkInsert(jobs, unique=("id",), returning=(jobs.c.id, jobs.c.seq, closed_models.CLOSED_COLUMN))
 
 
 class PreparedJob(NamedTuple):

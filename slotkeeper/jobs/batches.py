@@ -29,7 +29,6 @@ from sqlalchemy import (
 
 from slotkeeper.db import Database, Transaction, Write
 from slotkeeper.db.compiled_sql import BulkInsert, CompiledStatement
-from slotkeeper.db.schema import upsert
 from slotkeeper.errors import Conflict, IdempotencyConflict, InsufficientCredits, NotFound, TooManyRequests
 from slotkeeper.jobs import acceptance, events, notifications
 from slotkeeper.jobs.events import WriteAuditEntry
@@ -150,6 +149,7 @@ class BatchMoved(Conflict):
 
 
 _IS_BATCH = (batches.c.tenant == bindparam("p_tenant")) & (batches.c.id == bindparam("p_batch"))
+_ADD_NAMED = BulkInsert(batches, unique=("tenant", "id"))
 _FIND = CompiledStatement(select(batches).where(_IS_BATCH))
 _FIND_KEY = CompiledStatement(
     select(batches).where(batches.c.tenant == bindparam("p_tenant"), batches.c.key == bindparam("p_key"))
@@ -195,7 +195,7 @@ def add_named(tx: Transaction, tenant: str, batch: str, now_ms: int) -> None:
     known = _FIND.fetch_first(tx.connection, {"p_tenant": tenant, "p_batch": batch})
     if known is None:
         key, times = {"tenant": tenant, "id": batch}, {"created_ms": now_ms, "changed_ms": now_ms}
-        upsert(tx.connection, batches, key, {}, {"state": BatchState.NAMED.value, **times})
+        _ADD_NAMED.execute(tx.connection, [{**key, "state": BatchState.NAMED.value, **times}])
     elif known.state != BatchState.NAMED:
         raise Conflict(f"Batch {batch!r} takes lines, at POST /batches/{batch}/lines.", batch=batch)
 

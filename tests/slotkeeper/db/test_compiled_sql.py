@@ -48,7 +48,7 @@ def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
 
 
 def test_rows_that_are_there_already_are_left_out_and_the_others_returned_in_their_order(connection):
-    rows = BulkInsert(things, unique="name", returning=(things.c.size,))
+    rows = BulkInsert(things, unique=("name",), returning=(things.c.size,))
     assert rows.execute(connection, [{"name": "a", "size": 0}]) == [(0,)]
     given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
     assert rows.execute(connection, given) == [(n,) for n in [1, *range(3, 1000)]]

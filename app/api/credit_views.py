@@ -130,9 +130,9 @@ def put_prices(body: PricesBody) -> dict[str, Any]:
 
     A job costs no more than the highest price that could apply when it was accepted; at its start it may become less.
     """
-    given = []
-    for index, row in enumerate(body.prices):
-        with error_index(index):
+    given: list[Price] = []
+    with error_index(given):
+        for row in body.prices:
             given.append(Price(row.model, encode_constraints(row.constraints), row.per_slot_s, row.reserve_s))
     set_prices(database(), given, now_ms())
     return get_prices()

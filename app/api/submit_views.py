@@ -1,7 +1,6 @@
 """Submit one job, or a batch of jobs."""
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from flask import Response, g, request
@@ -14,7 +13,6 @@ from app.request_deadline import answered_in_time
 from app.request_json import BATCH_BODY, MAX_BATCH_JOBS, read_batch
 from app.schemas.cursors import batch_filter
 from app.schemas.job_schemas import (
-    BatchItem,
     BatchNameQuery,
     BatchReceipt,
     BatchReceiptItem,
@@ -97,10 +95,11 @@ def submit_batch(query: BatchNameQuery) -> tuple[dict[str, Any], int]:
     settings = context().settings
     items = read_batch(request, settings.max_batch_bytes, settings.max_body_bytes)
     name = batch_filter(query.batch) or new_job_id()
-    submissions = [
-        replace(_batch_submission(index, item, sender.tenant, key, traceparent), batch=name, source="batch")
-        for index, item in enumerate(items)
-    ]
+    submissions: list[Submission] = []
+    with error_index(submissions):
+        for index, item in enumerate(items):
+            item_key = f"{key}/{index}" if item.idempotency_key is None and key is not None else item.idempotency_key
+            submissions.append(submission(item, sender.tenant, item_key, traceparent, name))
     receipts = dispatcher().submit(submissions, sender)
     g.rates = receipts[0].rates
     jobs = [BatchReceiptItem.build(receipt.accepted, notice=receipt.notice) for receipt in receipts]
@@ -116,21 +115,12 @@ def submission(
     return Submission(
         body,
         tenant=tenant.name,
+        source="rest" if batch is None else "batch",
         idempotency_key=key,
         traceparent=traceparent,
         batch=batch,
         not_before_ms=not_before_ms(body.not_before),
     )
-
-
-def _batch_submission(
-    index: int, item: BatchItem, tenant: Tenant, key: str | None, traceparent: str | None
-) -> Submission:
-    item_key = item.idempotency_key
-    if item_key is None and key is not None:
-        item_key = f"{key}/{index}"
-    with error_index(index):
-        return submission(item, tenant, item_key, traceparent)
 
 
 def _find_batch_name(receipt: Receipt) -> str | None:

@@ -74,6 +74,8 @@ def check_environment(environment: Any) -> str:
 
 def environment_of(constraints: str) -> str:
     """Return the environment of a job with these constraints."""
+    if not constraints:
+        return PRODUCTION
     line = next((line for line in constraints.splitlines() if line.startswith(_ENVIRONMENT_LINE)), None)
     return PRODUCTION if line is None else line.removeprefix(_ENVIRONMENT_LINE)
 

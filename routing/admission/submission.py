@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -79,16 +79,19 @@ def check_name(name: str, field: str = "model") -> str:
 
 @dataclass(slots=True)
 class error_index:
-    """Add the index of a job, counted from 0, to a refusal of one job of many."""
+    """Add the index of a job, counted from 0, to a refusal of one job of many.
 
-    index: int
+    done: the jobs before it, of which the block adds each that is not refused.
+    """
+
+    done: Sized
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, InvalidJob):
-            error.facts["index"] = self.index
+            error.facts["index"] = len(self.done)
 
 
 def prepare_job(
@@ -232,6 +235,8 @@ def _from_now_s(seconds: float | None, moment_ms: int | None, now_ms: int) -> fl
 
 
 def _given_times(submission: Submission) -> str | None:
+    if submission.not_before_ms is None and submission.expires_ms is None:
+        return None
     given = {"not_before": submission.not_before_ms, "deadline": submission.expires_ms}
     return " ".join(name for name, moment_ms in given.items() if moment_ms is not None) or None
 

@@ -182,12 +182,14 @@ def has_eligible_server(job: NewJob, catalog: CatalogSnapshot) -> bool:
 
 def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse a job whose constraints no registered server meets, if its model wants that; others wait for a server."""
-    for index, job in enumerate(request.jobs):
-        refuses = context.catalog.resolve(job.model).config.unmatched == "refuse"
-        if refuses and job.constraints and not has_eligible_server(job, context.catalog):
-            why = constraints.no_server_message(context.catalog.servers.values(), job.model, job.constraints)
-            with error_index(index):
+    catalog, checked = context.catalog, list[NewJob]()
+    with error_index(checked):
+        for job in request.jobs:
+            refuses = catalog.resolve(job.model).config.unmatched == "refuse"
+            if refuses and job.constraints and not has_eligible_server(job, catalog):
+                why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
+            checked.append(job)
     return ()
 
 
@@ -196,11 +198,13 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
 
 def check_allowed(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model, a priority or a size that their tenant may not submit."""
-    for index, job in enumerate(request.jobs):
-        limits = context.catalog.limits_of(job.tenant)
-        if limits is not NO_LIMITS or job.constraints:
-            with error_index(index):
+    checked: list[NewJob] = []
+    with error_index(checked):
+        for job in request.jobs:
+            limits = context.catalog.limits_of(job.tenant)
+            if limits is not NO_LIMITS or job.constraints:
                 _check_job(job, limits)
+            checked.append(job)
     return ()
 
 
@@ -228,15 +232,14 @@ def _check_job(job: NewJob, limits: TenantLimits) -> None:
 def check_states(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model or tenant that is draining or frozen, and of a model that is being removed."""
     catalog = context.catalog
-    for job in request.jobs:
-        model = catalog.resolve(job.model)
-        if catalog.is_being_removed(model.name):
-            raise ModelClosed(catalog.closed[model.name].explain(), model=model.name, state="removing")
-        for kind, name, owner in (("Model", job.model, model), ("Tenant", job.tenant, catalog.tenants.get(job.tenant))):
+    for name, tenant in request.by_account:
+        model = catalog.resolve(name)
+        if catalog.is_being_removed(name):
+            raise ModelClosed(catalog.closed[name].explain(), model=name, state="removing")
+        for kind, owner_name, owner in (("Model", name, model), ("Tenant", tenant, catalog.tenants.get(tenant))):
             if owner is not None and owner.state in CLOSED_STATES:
-                raise Conflict(
-                    _explain_closed(kind, name, owner), model=job.model, tenant=job.tenant, state=owner.state
-                )
+                explanation = _explain_closed(kind, owner_name, owner)
+                raise Conflict(explanation, model=name, tenant=tenant, state=owner.state)
     return ()
 
 

@@ -139,9 +139,9 @@ class Dispatcher:
         if any(catalog.model(submission.request.model) is None for submission in submissions):
             catalog = self.catalog.refresh()  # One may just have been registered.
         now = now_ms()
-        new = []
-        for index, submission in enumerate(submissions):
-            with error_index(index):
+        new: list[NewJob] = []
+        with error_index(new):
+            for submission in submissions:
                 model = catalog.resolve(submission.request.model)
                 environment = catalog.limits_of(submission.tenant).allowed_environments[0]
                 job = prepare_job(submission, model, self.check_url, now, environment)
@@ -150,10 +150,13 @@ class Dispatcher:
         accepted = self.store.submit(new, now)
         crash_at("submit_committed")
         self._watch(new, now)
-        receipts = [self._receipt(*parts, now) for parts in zip(new, accepted, notices, strict=True)]
-        entering = [receipt.job for receipt in receipts if receipt.accepted.enters_queue]
+        queued = [self._as_queued(*parts, now) for parts in zip(new, accepted, strict=True)]
+        entering = [job for job, result in zip(queued, accepted, strict=True) if result.enters_queue]
         positions = self.enqueue(entering, new=True)
-        return [receipt._replace(position=positions.get(receipt.accepted.id), rates=rates) for receipt in receipts]
+        return [
+            Receipt(result, job, notice, positions.get(result.id), rates)
+            for result, job, notice in zip(accepted, queued, notices, strict=True)
+        ]
 
     def _admit(
         self, new: Sequence[NewJob], sender: Identity, catalog: CatalogSnapshot, now_ms: int
@@ -168,7 +171,9 @@ class Dispatcher:
             if not self.store.knows_keys(new, now_ms):
                 raise
             return [None] * len(new), []
-        return [_make_notice(job, catalog) for job in new], rates
+        alike = {(job.model, job.constraints): job for job in new}
+        notices = {kind: _make_notice(job, catalog) for kind, job in alike.items()}
+        return [notices[job.model, job.constraints] for job in new], rates
 
     def _watch(self, new: Sequence[NewJob], now_ms: int) -> None:
         """Watch the jobs that are to be canceled when their clients leave."""
@@ -183,11 +188,10 @@ class Dispatcher:
             except RedisError as error:
                 log.warning("jobs_not_watched", jobs=len(due), error=str(error))
 
-    def _receipt(self, job: NewJob, accepted: AcceptedJob, notice: str | None, now_ms: int) -> Receipt:
+    def _as_queued(self, job: NewJob, accepted: AcceptedJob, now_ms: int) -> QueuedJob:
+        """Return an accepted job as the queue has it."""
         known = self.store.get(accepted.id) if accepted.deduplicated else None
-        if known is not None:
-            return Receipt(accepted, known.queued, notice)
-        return Receipt(accepted, queued_job(job, accepted.seq, now_ms), notice)
+        return queued_job(job, accepted.seq, now_ms) if known is None else known.queued
 
     def enqueue(self, jobs: Sequence[QueuedJob], *, new: bool = False) -> dict[str, Position]:
         """Put queued jobs into Redis, and publish the offers that this allows.  Failures are left to the sweep.

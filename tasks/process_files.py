@@ -18,7 +18,7 @@ from slotkeeper.config import StorageSettings
 from slotkeeper.state_folder import is_state_folder, make_private_folder
 
 _NAME = re.compile(r"[a-z]+\.\S+\.[0-9]+")
-ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat")
+ROLES = ("web", "worker", "maintenance", "webhooks", "relay", "beat", "gateway")
 STALE_S = 20.0
 """A process whose file is older than this, in seconds, does not run any more."""
 

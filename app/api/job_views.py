@@ -8,9 +8,10 @@ from app.api.openapi import blueprint, problem_responses, response_of
 from app.auth.access import scope, visible_tenant
 from app.context import dispatcher
 from app.deferred import WaitForJob, defer
-from app.payloads import read_payload
+from app.payloads import is_own, read_payload
 from app.problems import printable_text
 from app.request_deadline import answered_in_time
+from app.schemas.base import iso_time
 from app.schemas.credit_schemas import CostView
 from app.schemas.cursors import batch_filter, decode_job_cursor, encode_job_cursor, label_filter, model_filter
 from app.schemas.job_schemas import (
@@ -26,6 +27,7 @@ from app.schemas.job_schemas import (
     ListQuery,
     RetryAllQuery,
     RetryAllResult,
+    SignedResultView,
     WaitQuery,
     estimate_basis,
     estimated_start_s,
@@ -36,13 +38,15 @@ from routing.queries import explain, job_list, short_ids
 from routing.queries.job_cost import read_cost
 from routing.queries.job_timeline import attempts_of
 from routing.queries.positions import QueuePosition, read_position
-from slotkeeper.errors import Conflict, InsufficientCredits, JobNotFound
+from slotkeeper import json_text, signatures
+from slotkeeper.errors import Conflict, InsufficientCredits, JobNotFound, NotFound
+from slotkeeper.jobs import envelopes
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.terms import decode_terms
 from slotkeeper.jobs.values import Job
 from slotkeeper.outbox import retention
 from slotkeeper.registry.identity import Scope
-from tasks.services import workers
+from tasks.services import nodes, workers
 
 api = blueprint("jobs", "Jobs", "/queue/jobs", scope=Scope.READ)
 dlq_api = blueprint("dlq", "Dead letter queue", "/admin/dlq", scope=Scope.MANAGE)
@@ -69,6 +73,30 @@ def get_job(path: JobPath, query: WaitQuery) -> dict[str, Any]:
         payload=payload,
         cost=None if job.reserved is None else CostView.build(read_cost(dispatcher().store.database, job)),
         **position_fields(job.state, _position_of(job)),
+    )
+
+
+@api.get("/<job_id>/envelope", responses={200: SignedResultView, **problem_responses(404, 409)})
+def get_envelope(path: JobPath) -> dict[str, Any]:
+    """Show the signed result of a job that ran on a node, with the key that signed it.
+
+    404: it has no result of a node.  Times in the signed statement are the node's claim.
+    """
+    job = visible_job(path.job_id)
+    stored = envelopes.find_envelope(dispatcher().store.database, job.id)
+    if stored is None or job.result is None:
+        raise NotFound(f"Job {job.id!r} has no result that a node has signed.", job_id=job.id)
+    key = nodes().find_signer(stored.key_id)
+    return SignedResultView.build(
+        job_id=job.id,
+        envelope=json_text.loads(stored.text),
+        key_id=stored.key_id,
+        public_key=key and signatures.encode_bytes(key.public_key),
+        node=key and key.node,
+        owner=key and key.owner,
+        payload=job.payload if is_own(job) else None,
+        result=job.result,
+        verified_at=iso_time(stored.at_ms),
     )
 
 

@@ -19,6 +19,7 @@ from app.cli import (
 )
 from app.cli.conform_command import conform
 from app.cli.simulate_command import simulate
+from app.cli.verify_command import verify
 from app.terminal import SafeGroup
 
 _GROUPS = (
@@ -55,7 +56,7 @@ def main() -> None:
     """
 
 
-for command in (*(member for group in _GROUPS for member in group.COMMANDS), conform, simulate):
+for command in (*(member for group in _GROUPS for member in group.COMMANDS), conform, simulate, verify):
     main.add_command(command)
 
 

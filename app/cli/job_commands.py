@@ -279,4 +279,16 @@ def _format_error(error: dict[str, Any] | None) -> str | None:
     return f"{error['code']}: {error['message']}" if error else None
 
 
-COMMANDS = (list_jobs, show_job, explain, cancel, attempts, dlq)
+@click.command()
+@click.argument("job_id", metavar="ID")
+def envelope(job_id: str) -> None:
+    """Print the signed result of a job that ran on a node, for `slotkeeper verify`.
+
+    \b
+    slotkeeper envelope 01a2b3c4 > cat.json
+    slotkeeper verify cat.json
+    """
+    print_json(api_client().get(f"/queue/jobs/{path_segment(job_id)}/envelope"))
+
+
+COMMANDS = (list_jobs, show_job, explain, cancel, attempts, envelope, dlq)

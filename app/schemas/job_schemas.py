@@ -62,6 +62,20 @@ class BatchNameQuery(Schema):
     )
 
 
+class SignedResultView(ResponseSchema):
+    """A result that a node returned, with what proves it; `slotkeeper verify` checks it without a network."""
+
+    job_id: str
+    envelope: dict[str, Any] = Field(description="DSSE 1.0, signed with Ed25519.")
+    key_id: str
+    public_key: str | None = Field(description="As base64; null: the node was removed.")
+    node: str | None = Field(description="The node's name; null: it was removed.")
+    owner: str | None = Field(description="The tenant to which the node belongs.")
+    payload: str | None = Field(description="As it was sent; null: it is another tenant's.")
+    result: str = Field(description="As the node returned it.")
+    verified_at: Time
+
+
 class JobPath(Schema):
     job_id: str
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.config import AppSettings, UpSettings, local_api_url
+from app.config import AppSettings, GatewaySettings, UpSettings, local_api_url
 from app.up.managed_process import Role
 from app.up.ports import Port, free_port
 from migrations.revisions import is_current
@@ -19,6 +19,7 @@ from tasks.config import TaskSettings
 
 VALKEY_STOP_ORDER = 3  # after all roles of `UpPlan.roles`
 _STOP_AFTER_GRACE_S = 4.0
+_STOP_GATEWAY_S = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class UpPlan:
     flower_port: int
     grace_s: float
     demo: tuple[DemoServer, ...]
+    node_port: int | None = None
+    """Where agents of nodes connect; None: there is no gateway."""
 
     @property
     def url(self) -> str:
@@ -78,6 +81,8 @@ class UpPlan:
         if not self.redis_url:
             ports.append(Port(self.redis_port, "Valkey", "SLOTKEEPER_REDIS_PORT"))
         ports.append(Port(self.flower_port, "Flower", "SLOTKEEPER_FLOWER_PORT"))
+        if self.node_port:
+            ports.append(Port(self.node_port, "the gateway", "SLOTKEEPER_NODE_PORT"))
         return ports + [Port(server.port, server.name, "SLOTKEEPER_DEMO_PORT") for server in self.demo]
 
     def environment(self) -> dict[str, str]:
@@ -127,6 +132,9 @@ class UpPlan:
             stop_order, stop_timeout_s = stops.get(name, (1, 5.0))
             port = self.flower_port if name == "flower" else None
             roles.append(Role(name, command, port, stop_timeout_s=stop_timeout_s, stop_order=stop_order))
+        if self.node_port is not None:
+            command = f'"{sys.executable}" -P -m app.gateway'
+            roles.append(Role("gateway", command, self.node_port or None, stop_timeout_s=_STOP_GATEWAY_S, stop_order=1))
         python = f'"{sys.executable}" -m slotkeeper.serve'
         for server in self.demo:
             command = f"{python} {server.options} --slots {server.slots} --port {server.port} --grace 1"
@@ -149,6 +157,7 @@ def read_plan(demo: bool) -> UpPlan:
         flower_port=up.flower_port,
         grace_s=tasks.grace_s,
         demo=_demo_servers(up.demo_port) if demo else (),
+        node_port=GatewaySettings().node_port,
     )
 
 

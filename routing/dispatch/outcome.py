@@ -11,6 +11,9 @@ BAD_ANSWER = "bad_answer"
 STREAM_UNENDED = "stream_unended"
 """Code of an outcome whose stream the server ended in order, without the end that the server's description names."""
 
+RUN_DIED = "run_died"
+"""Code of LOST: the server had the run, and its process ended under it."""
+
 
 class OutcomeKind(StrEnum):
     """What an exchange can mean for a job."""

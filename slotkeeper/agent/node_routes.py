@@ -182,8 +182,7 @@ class NodeRoutes:
 
     def _unknown(self, name: str) -> Response:
         body: dict[str, Any] = {"status": "unknown", "job_id": name, "error": "no such run here"}
-        if not self._journal.has(name):
-            body["never_received"] = True
+        body["died" if self._journal.has(name) else "never_received"] = True
         return protocol_responses.answer(404, body)
 
     def _cancel(self, name: str) -> Response:

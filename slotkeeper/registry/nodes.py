@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +30,7 @@ from slotkeeper.registry.server_descriptions import VERSION_FIELD, hash_body
 from slotkeeper.registry.slot_use import find_slot_use
 from slotkeeper.registry.snapshot import Model
 from slotkeeper.registry.tables import endpoints, enrolment_tokens, nodes, servers
+from slotkeeper.registry.tables import node_keys as keys
 from slotkeeper.registry.values import VALUE_PATTERN
 
 Row: TypeAlias = Any
@@ -141,6 +142,14 @@ class Node:
         return f"node://{self.id}/run"
 
 
+class Signer(NamedTuple):
+    """A key that has signed a result, valid or not, and the name and owner of its node."""
+
+    public_key: bytes
+    node: str
+    owner: str
+
+
 @dataclass(frozen=True, slots=True)
 class EnrolmentToken:
     """A token as it is listed; its text cannot be read again."""
@@ -211,6 +220,15 @@ class Nodes:
         """Return the valid public keys of a node by their ids; none if it was revoked, or there is no such node."""
         with self.database.read() as connection:
             return node_keys.list_valid_keys(connection, [node_id]).get(node_id, {})
+
+    def find_signer(self, key_id: str) -> Signer | None:
+        """Return whose key this is or was; None: its node was removed."""
+        query = select(keys.c.public_key, nodes.c.name, nodes.c.owner).where(
+            keys.c.id == key_id, keys.c.node == nodes.c.id
+        )
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else Signer(signatures.decode_bytes(row.public_key), row.name, row.owner)
 
     def list_tokens(self, now_ms: int) -> list[EnrolmentToken]:
         """Return the tokens that can be used, the newest first."""

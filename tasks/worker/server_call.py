@@ -18,7 +18,7 @@ from typing import Protocol, TypeGuard
 
 from routing.dispatch.dispatcher import ActiveRun
 from routing.dispatch.earlier_requests import EarlierRequest
-from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.dispatch.outcome import RUN_DIED, Outcome, OutcomeKind, StopReason
 from slotkeeper.clock import now_ms
 from slotkeeper.crash_points import crash_at
 from tasks.servers import RunDetails, ServerSession
@@ -296,7 +296,7 @@ class ServerCall:
 
     async def _poll(self, remote_id: str) -> Outcome:
         outcome = await self._session.status(self._requests.poll_details, remote_id)
-        is_unconfirmed = self._request is RequestState.UNCONFIRMED
+        is_unconfirmed = self._request is RequestState.UNCONFIRMED and outcome.code != RUN_DIED
         if outcome.kind is OutcomeKind.LOST and is_unconfirmed and self._may_submit_again:
             return await self._submit_again()  # The server never had it.
         if outcome.kind is OutcomeKind.PENDING and outcome.code:

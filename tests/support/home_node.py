@@ -14,8 +14,8 @@ DEMO = "slotkeeper.serve.demo:zimg"
 class Gateway:
     """A gateway process, and the port to which agents connect."""
 
-    def __init__(self, stack: Stack, name: str = "gateway") -> None:
-        self.port = free_port()
+    def __init__(self, stack: Stack, name: str = "gateway", port: int | None = None) -> None:
+        self.port = port or free_port()
         stack.env["SLOTKEEPER_NODE_PORT"] = str(self.port)
         self.process: Process = stack.start(name, [sys.executable, "-P", "-m", "app.gateway"])
         self.process.source(lambda: listens(self.port), "it listens")
@@ -27,6 +27,8 @@ class HomeNode:
     def __init__(self, api: HttpApi, name: str, port: int, pool: str = "homes", slots: int = 1, **models: Any) -> None:
         self.api, self.name, self.folder = api, name, api.stack.home / name
         self.folder.mkdir()
+        self.lie = ""
+        """How its agent lies (tests/system/nodes/liar.py); "": it does not."""
         self.config = self.folder / "agent.toml"
         self.write_config(port, slots, **models or {"zimg": {"function": DEMO}})
         grant = {"pool": pool, "owner": "acme", "max_slots": slots}
@@ -60,7 +62,8 @@ class HomeNode:
         return self.api.stack.run(self._command(*words))
 
     def _command(self, word: str, *arguments: str) -> list[str]:
-        python = [sys.executable, "-P", "-m", "slotkeeper.agent"]
+        module = ["-m", "tests.system.nodes.liar", self.lie] if self.lie else ["-P", "-m", "slotkeeper.agent"]
+        python = [sys.executable, *module]
         return [*python, word, *arguments, "--config", str(self.config)]
 
     @property

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from app.cli.__main__ import main
 from tests.support.scripted import refused_url
 
-WITHOUT_API = {"agent", "conform", "doctor", "flower", "health", "migrate", "serve", "simulate", "up"}
+WITHOUT_API = {"agent", "conform", "doctor", "flower", "health", "migrate", "serve", "simulate", "up", "verify"}
 """Commands that do not call the API, or have other exit statuses."""
 BY_THE_DATABASE = {("tenants", name) for name in ("add", "change", "list", "remove", "show")}
 BY_THE_DATABASE |= {("keys", name) for name in ("add", "list", "revoke", "rotate", "token")}

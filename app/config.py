@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from routing.config import RoutingSettings
 from slotkeeper.config import DatabaseTimeouts, Settings, StorageSettings
@@ -138,6 +138,14 @@ class GatewaySettings(Settings):
     def hosts(self) -> frozenset[str]:
         """Return the host names under which agents may dial a gateway."""
         return frozenset(name.strip().lower() for name in self.node_hosts.split(",") if name.strip())
+
+    @field_validator("gateway_address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        parts = urlsplit(address)
+        if address and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("give a URL such as http://gateway1:9100")
+        return address.rstrip("/")
 
     def worker_bind(self) -> tuple[str, int]:
         """Return where workers reach the gateway.  Raises InvalidSetting."""

@@ -7,6 +7,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
@@ -39,6 +40,7 @@ _STOP_S = 20.0
 _STOP_WORKERS_S = 2
 _PING_S, _PONG_S = 20, 25  # A node that is silent for 45 s is dropped.
 _PEER_TIMEOUT_S = 4.0
+_ping_threads = ThreadPoolExecutor(32, "ping")  # Apart: each may wait for a node that does not answer.
 _ADVICE = "Set SLOTKEEPER_NODE_HOST, SLOTKEEPER_NODE_PORT and SLOTKEEPER_GATEWAY_BIND to free addresses of this host."
 
 
@@ -79,7 +81,7 @@ async def run(
     keys = gateway_keys()
     connections = Connections(
         name,
-        settings.gateway_address.rstrip("/") or _address_of(worker_sockets[0]),
+        settings.gateway_address or _address_of(worker_sockets[0]),
         services.dispatcher(),
         services.nodes(),
         Presence(services.scripts()),
@@ -124,8 +126,11 @@ async def _beat(connections: Connections, node_side: NodeSide) -> None:
     """Report that the gateway lives, and close connections whose keys were revoked."""
     while True:
         try:
-            for connection in await connections.beat():
-                await node_side.close(connection, handshake.CLOSE_REVOKED, "the node was revoked")
+            result = await connections.beat()
+            for connection in result.revoked:
+                node_side.close_soon(connection, handshake.CLOSE_REVOKED, "the node was revoked")
+            for connection in [] if node_side.is_stopping else result.replaced:
+                node_side.close_soon(connection, handshake.CLOSE_REPLACED, "the node has another connection")
         except (RedisError, DatabaseUnavailable) as error:
             log.warning("gateway_not_reported", error=str(error))
         except Exception:  # Without the beat its nodes would get no more jobs.
@@ -143,7 +148,7 @@ async def _ping_peer(key: str, address: str, node: str) -> bool:
         except requests.RequestException:
             return False
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.get_running_loop().run_in_executor(_ping_threads, ask)
 
 
 def _worker_configuration(application: WorkerSide) -> uvicorn.Config:

@@ -111,7 +111,7 @@ class NodeConnection:
         self._sender = Sender(self._tunnel, send)
         self._on_control = on_control
         self._exchanges: dict[int, Exchange] = {}
-        self._is_lost = False
+        self.is_lost = False
         self.idle = asyncio.Event()
         """No request is on its way."""
         self.idle.set()
@@ -130,11 +130,11 @@ class NodeConnection:
         await self._sender.run()
 
     async def request(self, head: Mapping[str, Any], body: AsyncIterator[bytes]) -> Exchange:
-        """Send a request, and return its exchange when its body has left.  Raises NotSent, Cut.
+        """Send a request, and return its exchange when its body has left.  Raises NotSent.
 
         head: method, path, headers.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise NotSent("the node is not connected")
         if not self._tunnel.has_room:
             raise TooManyStreams("too many requests are on their way to the node")
@@ -189,7 +189,7 @@ class NodeConnection:
 
     def lose(self) -> None:
         """End all requests, because the WebSocket is closed."""
-        self._is_lost = True
+        self.is_lost = True
         was_sent = {reset.stream: reset.was_sent for reset in self._tunnel.lose()}
         for exchange in list(self._exchanges.values()):
             # What a stream that the tunnel has forgotten asked for has left.
@@ -207,6 +207,7 @@ class NodeConnection:
         if exchange.stream in self._exchanges:
             self._tunnel.reset(exchange.stream, "abandoned")
             self._sender.wake()
+            exchange.fail(Cut("it was given up"))
             self._forget(exchange)
 
     def _forget(self, exchange: Exchange) -> None:

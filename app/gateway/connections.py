@@ -4,8 +4,10 @@ Calls of the database and of Redis block, so they run in threads; the rest is fo
 """
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import structlog
@@ -16,32 +18,23 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.maintenance.node_connections import servers_of_nodes
 from routing.maintenance.rebuild import refresh_fleet
 from routing.queue.fleets import isolate_errors
-from routing.queue.presence import Claim, Connection, NodePresence, NodeState, Presence
+from routing.queue.presence import GATEWAY_TTL_MS, Claim, Connection, NodePresence, NodeState, Presence
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.nodes import Nodes
 
 log = structlog.get_logger(__name__)
 
+_DECLARE_EVERY_S = 10.0  # of one node: each other declaration is a change of the catalog
+_BATCH_S = 0.05  # So long declarations of further nodes are waited for.
 _PATIENCE_S = 120.0  # of a model that this gateway does not know
 
 
-class _Facts(NamedTuple):
-    """What a thread needs of a connection."""
+class BeatResult(NamedTuple):
+    """Connections that have to be closed: their nodes were revoked, or are connected elsewhere by now."""
 
-    node: str
-    number: int
-    instance: str
-    takes_jobs: bool
-    reason: str
-
-    @property
-    def state(self) -> NodeState:
-        return NodeState.CONNECTED if self.takes_jobs else NodeState.PAUSED
-
-
-def _facts(connection: NodeConnection) -> _Facts:
-    return _Facts(connection.node, connection.number, connection.instance, connection.takes_jobs, connection.reason)
+    revoked: list[NodeConnection]
+    replaced: list[NodeConnection]
 
 
 class Connections:
@@ -55,9 +48,13 @@ class Connections:
         self._dispatcher, self._presence = dispatcher, presence
         self._by_node: dict[str, NodeConnection] = {}
         self._declared: dict[str, bytes] = {}  # that are to be stored
-        self._declaring = asyncio.Lock()
+        self._batch: asyncio.Future[None] | None = None  # of the transaction that stores them
+        self._declared_s: dict[str, float] = {}  # monotonic: when a node's declaration was stored last
         self._catalog_version = -1
-        self._asked_ms: dict[str, int] = {}  # since when nodes that Redis does not know have been asked for
+        self._lacks_nodes = True  # Redis may lack some of the connections.
+        # The beat must not wait for the threads of others, whose calls may hang.
+        self._beat_thread = ThreadPoolExecutor(1, "beat")
+        self._beaten_s = self._steady_since_s = float("-inf")  # monotonic: the last beat, and the first without a gap
 
     def __len__(self) -> int:
         return len(self._by_node)
@@ -81,31 +78,44 @@ class Connections:
         return None if found is None else found.address
 
     def add(self, connection: NodeConnection) -> NodeConnection | None:
-        """Add a claimed connection, and return the one that it replaces."""
+        """Add a claimed connection, and return the one that is replaced: it may be the given one, which was slower."""
         former = self._by_node.get(connection.node)
+        if former is not None and former.number > connection.number:
+            return connection
         self._by_node[connection.node] = connection
         return former
 
     async def declare(self, node: str, declaration: bytes) -> None:
-        """Store what a node declares.  Nodes that wait for the same transaction share the next one.
+        """Store what a node declares: each at most once in ten seconds, and several nodes in one transaction.
 
         Raises DatabaseUnavailable.
         """
+        await asyncio.sleep(self._declared_s.get(node, float("-inf")) + _DECLARE_EVERY_S - time.monotonic())
         self._declared[node] = declaration
-        async with self._declaring:
-            if node in self._declared:
-                declared, self._declared = self._declared, {}
-                await asyncio.to_thread(self._declare, declared)
+        if self._batch is None:
+            self._batch = asyncio.ensure_future(self._store_declared())
+        await asyncio.shield(self._batch)
 
-    async def show(self, connection: NodeConnection) -> None:
-        """Let jobs be offered to a node, or no more, as its owner wants it."""
-        await asyncio.to_thread(self._show, [_facts(connection)])
+    async def _store_declared(self) -> None:
+        await asyncio.sleep(_BATCH_S)
+        declared, self._declared, self._batch = self._declared, {}, None
+        now_s = time.monotonic()
+        self._declared_s = {node: at_s for node, at_s in self._declared_s.items() if now_s - at_s < _DECLARE_EVERY_S}
+        self._declared_s |= dict.fromkeys(declared, now_s)
+        await asyncio.to_thread(self._declare, declared)
+
+    async def show(self, connection: NodeConnection) -> bool:
+        """Let jobs be offered to a node, or no more, as its owner wants it.
+
+        Returns False if the node has another connection by now.
+        """
+        return not await asyncio.to_thread(self._show, [connection])
 
     async def remove(self, connection: NodeConnection) -> None:
         """End the presence of a node whose connection has ended."""
         if self._by_node.get(connection.node) is connection:
             del self._by_node[connection.node]
-        await asyncio.to_thread(self._hide, _facts(connection))
+        await asyncio.to_thread(self._hide, connection)
 
     def _declare(self, declared: Mapping[str, bytes]) -> None:
         for fleet in self.nodes.declare(declared, now_ms()):
@@ -113,22 +123,29 @@ class Connections:
                 refresh_fleet(self._dispatcher, fleet)
         self._dispatcher.catalog.refresh()
 
-    def _show(self, found: Iterable[_Facts]) -> None:
-        servers = servers_of_nodes(self._dispatcher.catalog.get())
+    def _show(self, found: Sequence[NodeConnection]) -> list[NodeConnection]:
+        """Note connections and the presence of their nodes, and return those whose nodes have another one by now."""
+        servers, replaced = servers_of_nodes(self._dispatcher.catalog.get()), list[NodeConnection]()
         by_fleet = defaultdict[str, list[NodePresence]](list)
         for one in found:
-            self._presence.note(one.node, one.number, one.instance, self.name, one.state, one.reason)
-            if one.node in servers:
+            state = NodeState.CONNECTED if one.takes_jobs else NodeState.PAUSED
+            if not self._presence.note(one.node, one.number, one.instance, self.name, state, one.reason):
+                replaced.append(one)
+            elif one.node in servers:
                 fleet, server = servers[one.node]
                 by_fleet[fleet].append(NodePresence(server, one.number, one.takes_jobs))
         for fleet, nodes in by_fleet.items():
             with isolate_errors("show_nodes", fleet=fleet):
                 if self._presence.set_present(fleet, nodes):
                     self._dispatcher.publish_offers(self._dispatcher.queues.offer_all(fleet))
+        for one in found:
+            if one.is_lost:  # It has ended meanwhile, and `_hide` may have been the quicker.
+                self._hide(one)
+        return replaced
 
-    def _hide(self, one: _Facts) -> None:
+    def _hide(self, one: NodeConnection) -> None:
         try:
-            self._presence.note(one.node, one.number, one.instance, self.name, NodeState.ABSENT, one.reason)
+            self._presence.note(one.node, one.number, one.instance, self.name, NodeState.ABSENT)
             servers = servers_of_nodes(self._dispatcher.catalog.get())
             if one.node in servers:
                 fleet, server = servers[one.node]
@@ -138,23 +155,23 @@ class Connections:
 
     # -- the beat --------------------------------------------------------------------------------------------
 
-    async def beat(self) -> list[NodeConnection]:
-        """Report that this gateway lives, repair what Redis lacks, and return connections whose keys were revoked.
+    async def beat(self) -> BeatResult:
+        """Report that this gateway lives, and repair what Redis lacks.  Raises redis errors, DatabaseUnavailable."""
+        found = list(self._by_node.values())
+        return await asyncio.get_running_loop().run_in_executor(self._beat_thread, self._beat, found)
 
-        Raises redis errors, DatabaseUnavailable.
-        """
-        found = [_facts(connection) for connection in self._by_node.values()]
-        revoked = await asyncio.to_thread(self._beat, found)
-        return [self._by_node[node] for node in revoked if node in self._by_node]
-
-    def _beat(self, found: list[_Facts]) -> set[str]:
-        is_known = self._presence.beat(self.name, self.address)
+    def _beat(self, found: list[NodeConnection]) -> BeatResult:
+        self._lacks_nodes |= not self._presence.beat(self.name, self.address)
+        now_s = time.monotonic()
+        if self._lacks_nodes or (now_s - self._beaten_s) * 1000 > GATEWAY_TTL_MS:
+            self._steady_since_s = now_s
+        self._beaten_s = now_s
         catalog = self._dispatcher.catalog.get()
         servers = servers_of_nodes(catalog)
         fleets = {servers[one.node][0] for one in found if one.node in servers}
         has_changed = catalog.version != self._catalog_version
-        if not is_known or has_changed:
-            self._show(found)
+        replaced = self._show(found) if self._lacks_nodes or has_changed else []
+        self._lacks_nodes = False  # Only after all were noted.
         for fleet, is_complete in self._presence.knows_gateway(self.name, sorted(fleets)).items():
             if not is_complete:
                 here = [one for one in found if one.node in servers and servers[one.node][0] == fleet]
@@ -163,12 +180,12 @@ class Connections:
                     [NodePresence(servers[one.node][1], one.number, one.takes_jobs) for one in here],
                     self.name,
                 )
-        revoked = set[str]()
+        revoked: list[NodeConnection] = []
         if has_changed:
             valid = self.nodes.list_ids()
-            revoked = {one.node for one in found if one.node not in valid}
+            revoked = [one for one in found if one.node not in valid]
             self._catalog_version = catalog.version
-        return revoked
+        return BeatResult(revoked, replaced)
 
     async def end(self) -> None:
         """Report that this gateway ends."""
@@ -186,10 +203,11 @@ class Connections:
             return 421, "node_moved"
         found = self._dispatcher.catalog.cached().model(model)
         patience_ms = 1000 * (_PATIENCE_S if found is None else found.config.node_patience)
-        since_ms = self._asked_ms.setdefault(node, now) if connection is None else connection.since_ms
+        # While no gateway could be reached, or Redis, the node could not come back.
+        absent_ms = (time.monotonic() - self._steady_since_s) * 1000
         if connection is not None:
-            self._asked_ms.pop(node, None)
-        return (503, "node_away") if now - since_ms < patience_ms else (410, "node_gone")
+            absent_ms = min(absent_ms, now - connection.since_ms)
+        return (503, "node_away") if absent_ms < patience_ms else (410, "node_gone")
 
     def _find(self, node: str) -> tuple[Connection | None, int]:
         connections = self._presence.read()

@@ -25,7 +25,6 @@ log = structlog.get_logger(__name__)
 
 _MAX_UNVERIFIED, _MAX_UNVERIFIED_OF_ADDRESS = 200, 10
 _MAX_CONTROLS = 8  # of one connection that are handled at a time
-_MAX_REASON = 100  # characters; a close frame has 123 bytes
 
 
 class _Refused(Exception):
@@ -53,6 +52,8 @@ class NodeSide:
         self._connections, self._hosts, self._max_nodes, self._ping = connections, hosts, max_nodes, ping
         self._unverified = Counter[str]()
         self._sockets: dict[NodeConnection, ServerConnection] = {}
+        self._claiming = set[str]()  # nodes
+        self._closing = set[asyncio.Task[None]]()
         self.is_stopping = False
 
     async def handle(self, websocket: ServerConnection) -> None:
@@ -61,7 +62,7 @@ class NodeSide:
             connection, node = await self._admit(websocket)
         except _Refused as refused:
             log.info("node_refused", code=refused.code, reason=refused.reason)
-            await websocket.close(refused.code, refused.reason[:_MAX_REASON])
+            await websocket.close(refused.code, refused.reason[: handshake.MAX_REASON])
             return
         except (ConnectionClosed, TimeoutError, TunnelError):
             await websocket.close(handshake.CLOSE_PROTOCOL, "the handshake failed")
@@ -74,8 +75,13 @@ class NodeSide:
         await self._serve(websocket, connection)
         log.info("node_disconnected", node=node.name, number=connection.number)
 
-    async def close(self, connection: NodeConnection, code: int, reason: str) -> None:
-        """Close a connection."""
+    def close_soon(self, connection: NodeConnection, code: int, reason: str) -> None:
+        """Close a connection; an agent that does not answer takes a while."""
+        task = asyncio.ensure_future(self._close(connection, code, reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, connection: NodeConnection, code: int, reason: str) -> None:
         websocket = self._sockets.get(connection)
         if websocket is not None:
             await websocket.close(code, reason)
@@ -92,7 +98,7 @@ class NodeSide:
             for wait in pending:
                 wait.cancel()
         await asyncio.gather(
-            *(self.close(connection, handshake.CLOSE_STOPPING, "the gateway stops") for connection in connections)
+            *(self._close(connection, handshake.CLOSE_STOPPING, "the gateway stops") for connection in connections)
         )
 
     # -- the handshake ---------------------------------------------------------------------------------------
@@ -111,19 +117,22 @@ class NodeSide:
         finally:
             self._unverified[address] -= 1
             self._unverified += Counter()  # without addresses that have none
-        number = await self._claim(hello)
-        await self._store(hello, node)
-        return self._make_connection(websocket, hello, node, number), node
+        connection = self._make_connection(websocket, hello, node, await self._claim(hello))
+        try:
+            await self._store(hello, node)
+        except BaseException:
+            await self._connections.remove(connection)
+            raise
+        return connection, node
 
     async def _verify(self, websocket: ServerConnection) -> tuple[Hello, Node]:
         nonce = handshake.make_nonce()
         challenge = {"type": "challenge", "nonce": signatures.encode_bytes(nonce), "gateway": self._connections.name}
         await websocket.send(encode_json_frame(FrameType.CONTROL, 0, challenge))
         hello = handshake.read_hello(_read_control(await websocket.recv()))
-        if hello.host not in self._hosts:
-            raise _Refused(
-                handshake.CLOSE_REFUSED, f"{hello.host} is no name of this gateway; see SLOTKEEPER_NODE_HOSTS"
-            )
+        if hello.host not in self._hosts:  # An operator has to mend that, so agents go on trying.
+            reason = f"{hello.host} is no name of this gateway; see SLOTKEEPER_NODE_HOSTS"
+            raise _Refused(handshake.CLOSE_TRY_LATER, reason)
         nodes = self._connections.nodes
         keys = await asyncio.to_thread(nodes.find_keys, hello.node)
         if hello.key not in keys or not hello.is_signed_by(keys[hello.key], nonce):
@@ -139,6 +148,15 @@ class NodeSide:
 
     async def _claim(self, hello: Hello) -> int:
         """Return the number of the connection.  Raises _Refused: another instance answers."""
+        if hello.node in self._claiming or len(self._claiming) >= _MAX_UNVERIFIED:
+            raise _Refused(handshake.CLOSE_TRY_LATER, "another connection of this node is being admitted")
+        self._claiming.add(hello.node)
+        try:
+            return await self._claim_once(hello)
+        finally:
+            self._claiming.discard(hello.node)
+
+    async def _claim_once(self, hello: Hello) -> int:
         replaces = False
         while True:
             claim = await self._connections.claim(
@@ -156,7 +174,7 @@ class NodeSide:
         if node.digest != digest_of(declaration):
             await self._connections.declare(node.id, declaration)
         else:
-            await asyncio.to_thread(self._connections.nodes.note_seen, node.id, now_ms())
+            await asyncio.to_thread(self._connections.nodes.note_seen, node, now_ms())
         await asyncio.to_thread(self._connections.nodes.retire_older_keys, node.id, hello.key, now_ms())
 
     def _make_connection(self, websocket: ServerConnection, hello: Hello, node: Node, number: int) -> NodeConnection:
@@ -176,17 +194,22 @@ class NodeSide:
         sender = asyncio.ensure_future(connection.send_messages())
         try:
             connection.send_control("welcome", connection=connection.number, declared=connection.digest)
+            if self.is_stopping:
+                connection.send_control("go_away")
             former = self._connections.add(connection)
             if former is not None:
-                await self.close(former, handshake.CLOSE_REPLACED, "the agent has connected again")
-            await self._connections.show(connection)
+                self.close_soon(former, handshake.CLOSE_REPLACED, "the agent has connected again")
+            if not await self._connections.show(connection):
+                self.close_soon(connection, handshake.CLOSE_REPLACED, "the node has another connection")
+            if not await asyncio.to_thread(self._connections.nodes.find_keys, connection.node):
+                self.close_soon(connection, handshake.CLOSE_REVOKED, "the node was revoked")  # in this moment
             async for message in websocket:
                 if not isinstance(message, bytes):
                     raise TunnelError("a message is text")
                 connection.receive(message)
         except TunnelError as error:
             log.warning("tunnel_error", node=connection.node, error=str(error))
-            await websocket.close(handshake.CLOSE_PROTOCOL, str(error)[:_MAX_REASON])
+            await websocket.close(handshake.CLOSE_PROTOCOL, str(error)[: handshake.MAX_REASON])
         except (DatabaseUnavailable, RedisError) as error:
             log.warning("node_not_shown", node=connection.node, error=str(error))
             await websocket.close(handshake.CLOSE_TRY_LATER, "the database or Redis does not answer")
@@ -224,7 +247,7 @@ class _Controls:
                 match message["type"]:
                     case "accepts":
                         connection.takes_jobs = message.get("yes") is True
-                        connection.reason = str(message.get("reason", ""))[:_MAX_REASON]
+                        connection.reason = handshake.clean_reason(str(message.get("reason", "")))
                         await self._connections.show(connection)
                     case "declare":
                         await self._declare(connection, str(message.get("declaration", "")).encode())
@@ -233,8 +256,9 @@ class _Controls:
                     case _:
                         pass  # of a newer agent
             except (DatabaseUnavailable, RedisError, InvalidDeclaration, Conflict, ValueError) as error:
-                log.warning("control_failed", node=self._node.name, type=message["type"], error=str(error))
-                connection.send_control("failed", of=message["type"], error=str(error))
+                text = str(error)[: handshake.MAX_REASON]
+                log.warning("control_failed", node=self._node.name, error=text)
+                connection.send_control("failed", error=text)
 
     async def _declare(self, connection: NodeConnection, declaration: bytes) -> None:
         parse_declaration(declaration, self._node.grant)

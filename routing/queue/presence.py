@@ -142,12 +142,6 @@ class Presence:
         found = {name.decode(): value.decode() for name, value in fields.items()}
         return Connections(seconds * 1000 + microseconds // 1000, *_parse(found))
 
-    def find(self, node: str) -> tuple[Connection | None, list[Gateway]]:
-        """Return the connection of a node, and the gateways that live."""
-        connections = self.read()
-        alive = [one for one in connections.gateways.values() if connections.is_alive(one.name)]
-        return connections.state_of(node), alive
-
     def find_gateway(self, node: str) -> tuple[int, str] | None:
         """Return the number of a node's connection and the address of its gateway; None: it is not connected."""
         redis = self._scripts.redis
@@ -223,6 +217,8 @@ class Presence:
                 gone[fleet].append(NodePresence(server, connection.number, False))
         changed = {fleet: self.set_present(fleet, nodes) for fleet, nodes in gone.items()}
         for gateway in lost:  # Last: until then a node may be connected there.
+            for fleet in {fleet for fleet, _ in servers.values()}:
+                self._scripts.redis.hdel(self._scripts.keys.present_nodes(fleet), f"#{gateway}")
             self._scripts.redis.hdel(self._key, f"gateway {gateway}")
         return changed
 

@@ -97,6 +97,22 @@ def run_command(grace: float, debug: bool, path: Path) -> None:
     os._exit(0)  # A normal exit would wait for functions that do not end.
 
 
+@main.command("rotate")
+@_config_option
+def rotate_command(path: Path) -> None:
+    """Replace the key of the node.
+
+    A running agent does so within seconds; the old key signs nothing any more then.
+    """
+    from slotkeeper.agent.identity import make_new_key
+
+    try:
+        key_id = make_new_key(_read(path).state_dir)
+    except (InvalidConfig, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"The key {key_id} is used as soon as the gateway has accepted it.")
+
+
 @main.command("pause")
 @click.option("--until", help="A time of day, such as 18:00.  [default: until `resume`]")
 @click.option("--reason", default="", help="Shown to operators.")

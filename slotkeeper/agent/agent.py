@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import signal
 import threading
@@ -11,20 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidProxy, InvalidURI
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from websockets.exceptions import ConnectionClosed, InvalidURI
 
+from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig, InvalidConfig
-from slotkeeper.agent.forward import forward_to, is_listening
+from slotkeeper.agent.forward import forward_to, refuses_connections
 from slotkeeper.agent.gateway_link import GatewayLink, close_code
-from slotkeeper.agent.identity import NodeIdentity
+from slotkeeper.agent.identity import NodeIdentity, find_new_key, use_new_key
 from slotkeeper.agent.node_routes import NodeRoutes, run_from_facts
 from slotkeeper.agent.owner_controls import OwnerControls
-from slotkeeper.agent.run_journal import RunJournal, StoredRun, read_or_make_start
+from slotkeeper.agent.run_journal import RunFacts, RunJournal, read_or_make_start
 from slotkeeper.serve.run_executor import RunExecutor
 from slotkeeper.serve.run_scheduler import ResultRetention, Run, RunEnd, RunScheduler, State
 from slotkeeper.serve.served_function import Context, Model, TargetError, adapt, load
 from slotkeeper.tunnel import handshake
-from slotkeeper.tunnel.frames import TunnelError
 
 log = logging.getLogger("slotkeeper.agent")
 
@@ -35,7 +37,6 @@ _HOUSEKEEPING_S = 1.0
 _PRUNE_EVERY_S = 600.0
 _FURTHER_THREADS = 8
 _MEMORY = ResultRetention(runs=200, result_bytes=64 << 20)  # Older results are read from the journal.
-_DIAL_ERRORS = (OSError, TimeoutError, TunnelError, InvalidHandshake, InvalidMessage, InvalidProxy)
 
 
 class Stopped(Exception):
@@ -60,7 +61,9 @@ class Agent:
         self._digest = ""
         self._is_stopping = False
         self._away: set[str] = set()  # local servers that refuse connections
-        self._deadlines: dict[str, float] = {}
+        self._deadlines: dict[Run, float] = {}
+        self._has_new_start = False  # No run of an earlier process is left, and `started` has to change.
+        self._new_key: Ed25519PrivateKey | None = None
         self._threads = ThreadPoolExecutor(2 * config.slots + _FURTHER_THREADS, thread_name_prefix="request")
         self._links: set[GatewayLink] = set()
         self.routes = NodeRoutes(
@@ -77,11 +80,12 @@ class Agent:
 
     def why_not(self) -> str:
         """Return why the node takes no jobs now; "": it does."""
-        if self._is_stopping:
-            return "the agent is stopping"
+        why = self._owner.why_not()
         if self._away:
-            return f"the local server at {min(self._away)} refuses connections"
-        return self._owner.why_not()
+            why = f"the local server at {min(self._away)} refuses connections"
+        if self._is_stopping:
+            why = "the agent is stopping"
+        return handshake.clean_reason(why)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Stay connected until `stop` is set.  Raises Stopped: the gateway refuses this node."""
@@ -147,9 +151,9 @@ class Agent:
             await link.run()
         except ConnectionClosed as closed:
             return _pause_after(*close_code(closed))
-        except InvalidURI as error:
-            raise Stopped(2, f"the gateway's URL is wrong: {error}") from None
-        except _DIAL_ERRORS as error:
+        except (InvalidURI, InvalidConfig) as error:
+            raise Stopped(2, f"the gateway cannot be dialed: {error}") from None
+        except Exception as error:  # Whatever it is, runs go on, and the next connection may succeed.
             log.warning("no connection to %s: %s", self._config.gateway, error or type(error).__name__)
         finally:
             announcing.cancel()
@@ -165,7 +169,29 @@ class Agent:
         def set_digest(digest: str) -> None:
             self._digest = digest
 
-        return GatewayLink(self._config, self._identity, self.routes.handle, self._threads, self.why_not, set_digest)
+        return GatewayLink(
+            self._config, self._identity, self.routes, self._threads, self.why_not, set_digest, self._use_key
+        )
+
+    def _send_new_key(self) -> None:
+        """Offer the gateway a key that `slotkeeper agent rotate` has made."""
+        key = find_new_key(self._config.state_dir) if self._new_key is None else None
+        if key is None:
+            return
+        for link in self._links:
+            if link.is_ready.is_set():
+                link.send_new_key(key)
+                self._new_key = key
+
+    def _use_key(self, key_id: str) -> None:
+        """Connect with a new key from now on: the gateway has stored it, and retires the old one then."""
+        if self._new_key is None or key_id != signatures.key_id(signatures.public_key_of(self._new_key)):
+            return
+        self._identity = use_new_key(self._config.state_dir, self._identity)
+        self.routes.identity, self._new_key = self._identity, None
+        log.warning("connecting again with the new key %s", key_id)
+        for link in list(self._links):
+            link.is_told_to_go.set()
 
     def _report_status(self) -> None:
         for link in self._links:
@@ -173,22 +199,22 @@ class Agent:
 
     # -- runs of an earlier process, deadlines, the journal ----------------------------------------------------
 
-    def _restore(self) -> list[tuple[Run, StoredRun]]:
+    def _restore(self) -> list[tuple[Run, RunFacts]]:
         """Restore the runs of earlier processes, and return those that a local server may still carry out."""
-        held = list[tuple[Run, StoredRun]]()
-        for stored in self._journal.list_all():
+        for stored in self._journal.list_latest(_MEMORY.runs, _MEMORY.result_bytes, _MEMORY.age_s):
             run = run_from_facts(stored.facts)
-            if stored.ending is not None:
-                if self._journal.now_ms() - stored.ended_ms < _MEMORY.age_s * 1000:
-                    run.ending = stored.ending
-                    self._scheduler.restore(run)
-            elif stored.facts.is_forwarded and len(held) < self._config.slots:
+            run.ending = stored.ending
+            self._scheduler.restore(run)
+        held = list[tuple[Run, RunFacts]]()
+        for facts in self._journal.list_unended():
+            if facts.is_forwarded and len(held) < self._config.slots:
+                run = run_from_facts(facts)
                 self._scheduler.restore(run)
-                held.append((run, stored))
+                held.append((run, facts))
         return held
 
     def _note_deadline(self, run: Run, deadline_ms: int) -> None:
-        self._deadlines[run.id] = time.monotonic() + deadline_ms / 1000
+        self._deadlines[run] = time.monotonic() + deadline_ms / 1000
 
     async def _keep_house(self) -> None:
         pruned_s = 0.0
@@ -198,31 +224,35 @@ class Agent:
                 await asyncio.to_thread(self._check_local_servers)
                 self._cancel_overdue()
                 self._report_status()
+                self._send_new_key()
                 if time.monotonic() - pruned_s > _PRUNE_EVERY_S:
                     pruned_s = time.monotonic()
                     await asyncio.to_thread(self._journal.prune)
-            except OSError as error:
-                log.warning("housekeeping failed: %s", error)
+            except Exception as error:  # Without it, no pause is reported and no deadline kept.
+                log.warning("housekeeping failed: %r", error)
 
     def _cancel_overdue(self) -> None:
         """Cancel runs whose time is over, also without a connection."""
         now = time.monotonic()
-        for run_id in [run_id for run_id, until_s in self._deadlines.items() if until_s < now]:
-            self._scheduler.cancel(run_id)
-            del self._deadlines[run_id]
+        for run, until_s in list(self._deadlines.items()):
+            if until_s < now:
+                self._scheduler.cancel(run.id)
+            if until_s < now or run.ending is not None:
+                del self._deadlines[run]
 
     def _check_local_servers(self) -> None:
         """See which local servers listen, and free the slots of earlier runs that none can carry out any more."""
         urls = {entry.forward for entry in self._config.models.values() if entry.forward is not None}
-        self._away = {url for url in urls if not is_listening(url)}
-        for run, stored in list(self._held):
+        self._away = {url for url in urls if refuses_connections(url)}
+        for run, facts in list(self._held):
             entry = self._config.models.get(run.model)
-            is_over = self._journal.now_ms() - stored.facts.started_ms > self._config.max_run_s * 1000
+            is_over = self._journal.now_ms() - facts.started_ms > self._config.max_run_s * 1000
             if entry is None or entry.forward is None or entry.forward in self._away or is_over:
                 self._scheduler.finish(run, RunEnd(State.FAILED, error="the agent was restarted", retryable=True))
-                self._held.remove((run, stored))
-                if not self._held:
-                    self._started = read_or_make_start(self._config.state_dir, keep=False)
+                self._held.remove((run, facts))
+                self._has_new_start = not self._held
+        if self._has_new_start and self._scheduler.health().active == 0:  # Runs of this process would count as ended.
+            self._started, self._has_new_start = read_or_make_start(self._config.state_dir, keep=False), False
 
 
 def _pause_after(code: int, reason: str) -> float:
@@ -272,7 +302,7 @@ def run_until_signaled(agent: Agent) -> None:
 def _on_signal(stop: asyncio.Event) -> Callable[[], None]:
     def handle() -> None:
         if stop.is_set():
-            raise SystemExit(130)
+            os._exit(130)  # Functions that do not end would keep the process.
         stop.set()
 
     return handle

@@ -2,6 +2,8 @@
 
 import http.client
 import socket
+import threading
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from slotkeeper.serve.exact import dumps, loads
@@ -10,6 +12,7 @@ from slotkeeper.serve.served_function import Context, InvalidRequest, Model, Not
 _MAX_ERROR_CHARS = 500
 _MAX_RESPONSE_BYTES = 64 << 20
 _CONNECT_S = 3.0
+_LOOK_S = 0.5
 _WRONG, _NOT_NOW = frozenset({400, 413, 415, 422}), frozenset({429, 503})
 
 
@@ -25,19 +28,23 @@ def forward_to(url: str) -> Model:
 
     def run(context: Context) -> object:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", port, timeout=_CONNECT_S)
+        connection, is_over = kind(parts.hostname or "", port, timeout=_CONNECT_S), threading.Event()
         try:
             try:
                 connection.connect()
             except OSError as error:
                 raise NotStarted(f"the local server refuses connections: {error}") from None
             connection.sock.settimeout(None)  # A run may take as long as it likes.
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            threading.Thread(target=_close_when_canceled, args=(context, connection.sock, is_over), daemon=True).start()
             connection.request("POST", path, dumps(context.payload), {"Content-Type": "application/json"})
             response = connection.getresponse()
             body = response.read(_MAX_RESPONSE_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
+            context.check()
             raise ServerError(f"the local server broke the connection: {error!r}") from None
         finally:
+            is_over.set()
             connection.close()
         return _read(response.status, body)
 
@@ -60,13 +67,23 @@ def _read(status: int, body: bytes) -> object:
     raise ServerError(text)
 
 
-def is_listening(url: str) -> bool:
-    """Return whether a process listens at the address of a local server."""
+def _close_when_canceled(context: Context, connection: socket.socket, is_over: threading.Event) -> None:
+    """Break the connection of a run that is canceled: no other sign reaches a local server."""
+    while not is_over.wait(_LOOK_S):
+        if context.canceled:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            return
+
+
+def refuses_connections(url: str) -> bool:
+    """Return whether no process listens at the address of a local server.  One that is only slow may be running."""
     parts = urlsplit(url)
+    address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        with socket.create_connection(
-            (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), _CONNECT_S
-        ):
-            return True
+        socket.create_connection(address, _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
     except OSError:
         return False
+    return False

@@ -1,10 +1,12 @@
 """One connection to the gateway: the handshake, and the requests that come over it."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
@@ -12,6 +14,7 @@ from websockets.typing import Subprotocol
 from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig
 from slotkeeper.agent.identity import NodeIdentity
+from slotkeeper.agent.node_routes import NodeRoutes
 from slotkeeper.process import package_version
 from slotkeeper.serve.http_server import Request, Response
 from slotkeeper.serve.logs import log_failure
@@ -42,7 +45,7 @@ _OPEN_S = 10
 _WELCOME_S = 30.0  # The gateway stores what the node declares before it says welcome.
 _MAX_STREAMS = 100_000  # The gateway bounds them by the slots that it admits.
 
-Handler = Callable[[Request], Response]
+log = logging.getLogger("slotkeeper.agent")
 
 
 class _StreamOver(Exception):
@@ -53,30 +56,39 @@ class _Inbound:
     """A request of which the body is still arriving, or whose response is being sent."""
 
     def __init__(self, head: dict[str, Any]) -> None:
-        self.head, self.body, self.is_too_large = head, bytearray(), False
+        self.head, self.body = head, bytearray()
         self.can_send = asyncio.Event()
         self.is_over = False
+
+    def request(self) -> Request:
+        """Return the request, whose body has arrived."""
+        given = self.head.get("headers")
+        headers = {str(name).lower(): str(value) for name, value in given.items()} if isinstance(given, dict) else {}
+        path = str(self.head.get("path", "")).partition("?")[0]
+        return Request(str(self.head.get("method", "")), path, headers, bytes(self.body))
 
 
 class GatewayLink:
     """A connection.  `run` returns when it has ended; Raises ConnectionClosed with the gateway's code.
 
-    handle: returns the response to a request; called in a thread.
+    routes: returns the response to each request; called in a thread.
     status: returns why no jobs are taken now; "": they are.
     on_digest: is given the digest of the declaration that the gateway has confirmed.
+    on_key_stored: is given the id of a new key that the gateway accepts.
     """
 
     def __init__(
         self,
         config: AgentConfig,
         identity: NodeIdentity,
-        handle: Handler,
+        routes: NodeRoutes,
         threads: Executor,
         status: Callable[[], str],
         on_digest: Callable[[str], None],
+        on_key_stored: Callable[[str], None],
     ) -> None:
-        self._config, self._identity, self._handle, self._threads = config, identity, handle, threads
-        self._status, self._on_digest = status, on_digest
+        self._config, self._identity, self._routes, self._threads = config, identity, routes, threads
+        self._status, self._on_digest, self._on_key_stored = status, on_digest, on_key_stored
         self._tunnel = Tunnel(Side.AGENT, _MAX_STREAMS)
         self._inbound: dict[int, _Inbound] = {}
         self._sender: Sender | None = None
@@ -126,9 +138,18 @@ class GatewayLink:
             self._sent_status = why_not
             self._send_control("accepts", yes=not why_not, reason=why_not)
 
-    def send_declaration(self) -> None:
-        """Tell the gateway what the node declares."""
-        self._send_control("declare", declaration=self._config.declaration().decode())
+    def send_new_key(self, key: Ed25519PrivateKey) -> None:
+        """Ask the gateway to accept a new key, which replaces the present one when it has connected."""
+        public, identity = signatures.public_key_of(key), self._identity
+        by_old = signatures.sign(identity.key, signatures.ROTATION_TYPE, public)
+        by_new = signatures.sign(key, signatures.ROTATION_TYPE, identity.id.encode())
+        self._send_control(
+            "rotate",
+            key=identity.key_id,
+            public_key=signatures.encode_bytes(public),
+            signature=signatures.encode_bytes(by_old),
+            proof=signatures.encode_bytes(by_new),
+        )
 
     async def close(self) -> None:
         """Close the connection."""
@@ -169,7 +190,9 @@ class GatewayLink:
                     self._on_data(stream, data)
                 case BodyEnded(stream):
                     if (inbound := self._inbound.get(stream)) is not None:
-                        self._threads.submit(self._respond, stream, inbound)
+                        request = inbound.request()
+                        self._routes.note_arrival(request)  # Before any poll for this run can be answered.
+                        self._threads.submit(self._respond, stream, inbound, request)
                 case StreamReset(stream):
                     self._forget(stream)
                 case WindowOpened(stream):
@@ -187,8 +210,10 @@ class GatewayLink:
                 self.is_ready.set()
             case "go_away":
                 self.is_told_to_go.set()
-            case "declared":
-                self._on_digest(str(control.get("digest", "")))
+            case "key_stored":
+                self._on_key_stored(str(control.get("key", "")))
+            case "failed":
+                log.warning("the gateway refuses: %s", control.get("error"))
             case _:
                 pass  # of a newer gateway
 
@@ -200,13 +225,10 @@ class GatewayLink:
         # A body that is too large for this node is answered as such, when it has arrived.
         inbound.body += data[: self._config.max_payload_bytes + 1 - len(inbound.body)]
 
-    def _respond(self, stream: int, inbound: _Inbound) -> None:
+    def _respond(self, stream: int, inbound: _Inbound, request: Request) -> None:
         """Handle a request and send its response.  In a thread."""
-        headers = {str(name).lower(): str(value) for name, value in dict(inbound.head.get("headers") or {}).items()}
-        path = str(inbound.head.get("path", "")).partition("?")[0]
-        request = Request(str(inbound.head.get("method", "")), path, headers, bytes(inbound.body))
         try:
-            response = self._handle(request)
+            response = self._routes.handle(request)
             self._in_loop(stream, inbound, self._send_head, response)
             for piece in (response.body,) if response.events is None else response.events:
                 self._in_loop(stream, inbound, self._send_piece, piece)

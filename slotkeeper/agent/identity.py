@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from slotkeeper import signatures
 from slotkeeper.agent.config import InvalidConfig
 
-_KEY_FILE, _NODE_FILE = "key.pem", "node.json"
+_KEY_FILE, _NEW_KEY_FILE, _NODE_FILE = "key.pem", "next-key.pem", "node.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,33 @@ def enroll(state_dir: Path, name: str, token: str, post: Callable[[dict[str, str
     )
     _write(state_dir / _NODE_FILE, orjson.dumps({"id": enrolled["id"], "name": enrolled["name"]}))
     return load_identity(state_dir)
+
+
+def make_new_key(state_dir: Path) -> str:
+    """Make a key that replaces the present one as soon as the gateway accepts it, and return its id.
+
+    Raises InvalidConfig: there is one already; OSError.
+    """
+    path = state_dir / _NEW_KEY_FILE
+    if path.exists():
+        raise InvalidConfig(f"{path} waits for the gateway already; start the agent")
+    key = signatures.make_key()
+    _write(path, signatures.encode_key(key))
+    return signatures.key_id(signatures.public_key_of(key))
+
+
+def find_new_key(state_dir: Path) -> Ed25519PrivateKey | None:
+    """Return the key that is to replace the present one; None: there is none."""
+    try:
+        return signatures.read_key(state_dir / _NEW_KEY_FILE)
+    except (OSError, signatures.BadKey):
+        return None
+
+
+def use_new_key(state_dir: Path, identity: NodeIdentity) -> NodeIdentity:
+    """Replace the key by the new one, which the gateway has stored.  Raises OSError."""
+    (state_dir / _NEW_KEY_FILE).rename(state_dir / _KEY_FILE)
+    return replace(identity, key=signatures.read_key(state_dir / _KEY_FILE))
 
 
 def _load_or_make_key(state_dir: Path) -> Ed25519PrivateKey:

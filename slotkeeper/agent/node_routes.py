@@ -1,6 +1,8 @@
 """The routes of the slot protocol as a node serves them: results are signed, and kept on disk."""
 
 import hashlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -55,14 +57,31 @@ class NodeRoutes:
         on_start: Callable[[Run, int], None],
     ) -> None:
         self._scheduler, self._executor, self._journal = scheduler, executor, journal
-        self._identity, self._config = identity, config
+        self._config = config
+        self.identity = identity
+        """Whose key signs results."""
+        self._arriving, self._lock = Counter[str](), threading.Lock()
         self._why_not, self._digest, self._started, self._on_start = why_not, digest, started, on_start
+
+    def note_arrival(self, request: Request) -> None:
+        """Note that a request for a run has arrived, before `handle` is called in some thread.
+
+        Until then a poll finds nothing of it, and must not be told that it was never received.
+        """
+        if request.path == "/run":
+            with self._lock:
+                self._arriving[_name_in(request)] += 1
 
     def handle(self, request: Request) -> Response:
         """Return the response to a request that came through the gateway."""
         path = request.path
         if path == "/run" and request.method == "POST":
-            return self._run(request)
+            try:
+                return self._run(request)
+            finally:
+                with self._lock:
+                    self._arriving[_name_in(request)] -= 1
+                    self._arriving += Counter()  # without those that are not arriving
         if path == "/health" and request.method == "GET":
             return self._health()
         if path.startswith("/status/") and request.method == "GET":
@@ -172,8 +191,10 @@ class NodeRoutes:
         if (run := self._scheduler.find(name)) is not None:
             return run
         stored = self._journal.find(name)
-        if stored is None or stored.ending is None:
+        if stored is None:
             return None
+        if stored.ending is None:  # It may be a run of an earlier process, under the name of a later attempt.
+            return self._scheduler.find(stored.facts.name)
         run = run_from_facts(stored.facts)
         run.ending, run.state = stored.ending, stored.ending.state
         run.pieces.end()
@@ -182,6 +203,9 @@ class NodeRoutes:
 
     def _unknown(self, name: str) -> Response:
         body: dict[str, Any] = {"status": "unknown", "job_id": name, "error": "no such run here"}
+        with self._lock:
+            if self._arriving[name]:
+                return protocol_responses.answer(200, {"status": State.PROCESSING, "job_id": name})
         body["died" if self._journal.has(name) else "never_received"] = True
         return protocol_responses.answer(404, body)
 
@@ -215,18 +239,23 @@ class NodeRoutes:
             run_attempt=run.attempt or 0,
             model=run.model,
             model_version=self._version_of(run.model),
-            node=self._identity.id,
+            node=self.identity.id,
             declaration=self._digest(),
             payload_sha256="" if facts is None else facts.payload_sha256,
             result_sha256=hashlib.sha256(ending.result).hexdigest(),
             started_ms=0 if facts is None else facts.started_ms,
             ended_ms=self._journal.ended_ms(run),
         )
-        return signatures.sign_envelope(statement.encode(), self._identity.key)
+        return signatures.sign_envelope(statement.encode(), self.identity.key)
 
     def _version_of(self, model: str) -> str:
         entry = self._config.models.get(model)
         return (entry.version or "") if entry is not None else ""
+
+
+def _name_in(request: Request) -> str:
+    """Return the name of the run that a request is for."""
+    return f"{request.headers.get('x-job-id', '')}-{request.headers.get('x-attempt', '')}"
 
 
 def run_from_facts(facts: RunFacts) -> Run:

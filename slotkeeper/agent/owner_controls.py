@@ -30,7 +30,7 @@ class OwnerControls:
 
     def why_not(self) -> str:
         """Return why the owner takes no jobs now; "": jobs are taken."""
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             paused = orjson.loads(self._path.read_bytes())
             until_s = paused["until_s"]
             if until_s is None or until_s > time.time():

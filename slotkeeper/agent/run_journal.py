@@ -117,10 +117,19 @@ class RunJournal:
     def now_ms(self) -> int:
         return int(self._now_s() * 1000)
 
-    def list_all(self) -> Iterator[StoredRun]:
-        """Yield all runs of earlier processes."""
+    def list_unended(self) -> Iterator[RunFacts]:
+        """Yield the runs of earlier processes that have not ended."""
         for path in sorted(self._folder.glob("*.begin")):
-            if (stored := self._read(path)) is not None:
+            if not path.with_suffix(".end").exists() and (stored := self._read(path)) is not None:
+                yield stored.facts
+
+    def list_latest(self, runs: int, size: int, age_s: float) -> Iterator[StoredRun]:
+        """Yield the runs that ended last: at most so many, of at most so many bytes together, and not older."""
+        for path, path_age_s, path_size in sorted(self._with_age("end"), key=lambda each: each[1])[:runs]:
+            size -= path_size
+            if size < 0 or path_age_s > age_s:
+                return
+            if (stored := self._read(path.with_suffix(".begin"))) is not None:
                 yield stored
 
     def prune(self) -> None:

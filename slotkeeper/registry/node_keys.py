@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import orjson
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import ColumnElement, Connection, insert, select, update
 
 from slotkeeper import signatures
 from slotkeeper.db import Transaction
@@ -24,20 +24,28 @@ def is_node(connection: Connection, name: str) -> bool:
 
 def list_identities(connection: Connection, names: Collection[str] | None = None) -> dict[str, NodeIdentity]:
     """Return the identities of the nodes with these names; None: of all."""
-    query = select(nodes.c.id, nodes.c.name, nodes.c.granted).where(nodes.c.revoked_ms.is_(None))
+    query = select(nodes.c.id, nodes.c.name, nodes.c.owner, nodes.c.granted).where(nodes.c.revoked_ms.is_(None))
     if names is not None:
         query = query.where(nodes.c.name.in_(names))
     rows = connection.execute(query).all()
-    keys = list_valid_keys(connection, [row.id for row in rows]) if rows else {}
+    # A result that was signed just before its key was replaced counts; no connection is opened with that key.
+    keys = _list_keys(connection, [row.id for row in rows], node_keys.c.revoked_ms.is_(None)) if rows else {}
     return {
-        row.name: NodeIdentity(row.id, keys.get(row.id, {}), bool(orjson.loads(row.granted)["trusted"])) for row in rows
+        row.name: NodeIdentity(row.id, keys.get(row.id, {}), bool(orjson.loads(row.granted)["trusted"]), row.owner)
+        for row in rows
     }
 
 
 def list_valid_keys(connection: Connection, ids: Collection[str]) -> Mapping[str, dict[str, bytes]]:
     """Return the valid public keys of these nodes: id of the node -> id of the key -> key."""
+    return _list_keys(connection, ids, _IS_VALID)
+
+
+def _list_keys(
+    connection: Connection, ids: Collection[str], condition: ColumnElement[bool]
+) -> Mapping[str, dict[str, bytes]]:
     found = defaultdict[str, dict[str, bytes]](dict)
-    query = select(node_keys.c.id, node_keys.c.node, node_keys.c.public_key).where(_IS_VALID)
+    query = select(node_keys.c.id, node_keys.c.node, node_keys.c.public_key).where(condition)
     for row in connection.execute(query.where(node_keys.c.node.in_(ids))):
         found[row.node][row.id] = signatures.decode_bytes(row.public_key)
     return found

@@ -291,6 +291,8 @@ class Nodes:
         if not signatures.is_signed(public_key, signatures.ENROLMENT_TYPE, signed, proof):
             raise InvalidRequest("proof", "proof: it is no signature of this key over the token and the key")
         token_hash, key_id = _hash_token(token), signatures.key_id(public_key)
+        if not self._knows_token(token_hash):  # Without a lock: anyone may try.
+            raise InvalidRequest("token", _WRONG_TOKEN)
         node_id = f"{_ID_PREFIX}{secrets.token_hex(8)}"
         entry = make_entry("node.enroll", now_ms=now_ms, server=name, node=node_id, key=key_id)
 
@@ -330,6 +332,13 @@ class Nodes:
 
         return _node(self.database.write(unit))
 
+    def _knows_token(self, token_hash: str) -> bool:
+        """Return whether this token exists, or a node has enrolled with it."""
+        with self.database.read() as connection:
+            tokens = select(enrolment_tokens.c.id).where(enrolment_tokens.c.hash == token_hash)
+            enrolled = select(nodes.c.id).where(nodes.c.token == token_hash).limit(1)
+            return any(connection.execute(query).first() is not None for query in (tokens, enrolled))
+
     # -- what a node declares --------------------------------------------------------------------------------
 
     def declare(self, declarations: Mapping[str, bytes], now_ms: int) -> list[str]:
@@ -343,17 +352,19 @@ class Nodes:
 
         return self.database.write(unit)
 
-    def note_seen(self, node_id: str, now_ms: int) -> None:
+    def note_seen(self, node: Node, now_ms: int) -> None:
         """Store that a node has connected, at most once an hour."""
-        is_old = nodes.c.seen_ms.is_(None) | (nodes.c.seen_ms < now_ms - _HOUR_MS)
-        statement = update(nodes).where(nodes.c.id == node_id, is_old).values(seen_ms=now_ms)
-        self.database.write(lambda tx: tx.connection.execute(statement).rowcount)
+        if node.seen_ms is None or node.seen_ms < now_ms - _HOUR_MS:
+            statement = update(nodes).where(nodes.c.id == node.id).values(seen_ms=now_ms)
+            self.database.write(lambda tx: tx.connection.execute(statement).rowcount)
 
     def apply(self, now_ms: int) -> list[str]:
         """Bring the endpoints of all nodes in line with the models, and return the fleets that have changed."""
         return self.database.write(lambda tx: self._apply(tx, None, now_ms))
 
     def _apply(self, tx: Transaction, ids: Collection[str] | None, now_ms: int) -> list[str]:
+        if tx.connection.execute(select(nodes.c.id).limit(1)).first() is None:
+            return []
         lock_version(tx)
         query = select(nodes) if ids is None else select(nodes).where(nodes.c.id.in_(ids))
         found = [_node(row) for row in tx.connection.execute(query)]
@@ -414,6 +425,8 @@ class Nodes:
 
     def retire_older_keys(self, node_id: str, key_id: str, now_ms: int) -> None:
         """Retire the keys that a node had before this one, with which it has connected."""
+        if len(self.find_keys(node_id)) < 2:
+            return
 
         def unit(tx: Transaction) -> bool:
             if not node_keys.retire_older_keys(tx, node_id, key_id, now_ms):

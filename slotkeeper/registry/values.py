@@ -28,14 +28,15 @@ CLOSED_STATES = frozenset({AdminState.DRAINING, AdminState.FROZEN})
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """What makes a server a node: its id, and the valid public keys of the node by their ids.
+    """What makes a server a node: its id, and the public keys of the node that were not revoked, by their ids.
 
-    is_trusted: it belongs to the installation, so that its refusals are believed.
+    owner: a tenant.  is_trusted: it belongs to the installation, so that its refusals are believed.
     """
 
     id: str
     keys: Mapping[str, bytes]
     is_trusted: bool
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ CLOSE_OTHER_INSTANCE = 4409
 
 HANDSHAKE_S = 5.0
 NONCE_BYTES = 32
+MAX_REASON = 100
+"""Characters; a close frame has 123 bytes."""
 _MAX_TEXT = 200
 
 
@@ -57,6 +59,15 @@ class Hello(NamedTuple):
         return signatures.is_signed(public_key, signatures.HELLO_TYPE, statement, signature)
 
 
+def clean_reason(text: str) -> str:
+    """Return a text of an owner as one line of at most MAX_REASON characters."""
+    return "".join(ch if ch.isprintable() else " " for ch in text)[:MAX_REASON]
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= _MAX_TEXT and text.isprintable()
+
+
 def make_nonce() -> bytes:
     """Return the random bytes of a challenge."""
     return secrets.token_bytes(NONCE_BYTES)
@@ -69,12 +80,14 @@ def hello_statement(nonce: bytes, host: str, node: str, instance: str, declarati
 
 def read_hello(message: dict[str, Any]) -> Hello:
     """Return the hello of a control message.  Raises TunnelError."""
-    values = {}
+    values = dict[str, Any]()
     for name, kind in Hello.__annotations__.items():
         value = message.get(name)
         if not isinstance(value, kind):
             raise TunnelError(f"the hello has no {name}")
-        if isinstance(value, str) and name != "declaration" and not (len(value) <= _MAX_TEXT and value.isprintable()):
+        if name == "reason":
+            value = clean_reason(value)
+        elif isinstance(value, str) and name != "declaration" and not _is_name(value):
             raise TunnelError(f"{name} of the hello is no printable text of at most {_MAX_TEXT} characters")
         values[name] = value
     if message.get("type") != "hello" or not values["instance"] or " " in values["instance"]:

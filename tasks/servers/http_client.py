@@ -336,6 +336,8 @@ class HttpClient:
                     address = await nodes.resolve(node)
             except (ResolveError, TimeoutError) as error:
                 log.warning("gateway_not_found", node=node, error=str(error))
+            except Exception:  # Without an end of the exchange the run would wait for its deadline.
+                log.exception("gateway_not_found", node=node)
         if nodes is None or address is None:
             exchange.fail(FailureReason.CONNECT)
             return

@@ -5,12 +5,13 @@ request is wrong" is a retry until another node says the same.
 """
 
 import hashlib
+from contextlib import suppress
 
 import structlog
 from redis.exceptions import RedisError
 
 from routing.dispatch.dispatcher import Dispatcher
-from routing.dispatch.outcome import Outcome, OutcomeKind, StopReason
+from routing.dispatch.outcome import BAD_ANSWER, STREAM_UNENDED, Outcome, OutcomeKind, StopReason
 from routing.maintenance.rebuild import refresh_fleet
 from routing.queries.job_timeline import attempts_of
 from slotkeeper import json_text
@@ -28,6 +29,7 @@ log = structlog.get_logger(__name__)
 BAD_SIGNATURE = "bad_signature"
 """Code of an outcome: the result of a node is not validly signed."""
 _MAX_REFUSALS = 3
+_FINAL_IF_REPEATED = frozenset({BAD_ANSWER, STREAM_UNENDED})
 _HASHED_HERE_BYTES = 1 << 20  # Hashing more would delay the other runs of the worker.
 
 
@@ -41,18 +43,22 @@ class NodeResults:
         """Return the outcome as it counts; a result has its verified envelope.  Raises DatabaseUnavailable."""
         if isinstance(outcome, StopReason):
             return outcome
-        if outcome.code == REFUSED_BY_NODE:
+        if outcome.kind is OutcomeKind.FAILED or outcome.code == REFUSED_BY_NODE:
             return await self._worker_loop.run_in_thread(self._confirm_refusal, run, outcome)
+        if outcome.code in _FINAL_IF_REPEATED:  # One node can send the same nonsense twice.
+            return outcome._replace(code=f"{outcome.code}_of_node")
         if outcome.kind is not OutcomeKind.DONE:
             return outcome
         result = outcome.result
         is_large = isinstance(result, json_text.RawJson) and result.size > _HASHED_HERE_BYTES
-        try:
-            if not is_large:
-                return self._verify(run, outcome)
-        except BadEnvelope:  # The key may be newer than this process' copy of the catalog.
-            pass
-        return await self._worker_loop.run_in_thread(self._verify_or_freeze, run, outcome)
+        verified: Outcome | None = None
+        with suppress(BadEnvelope):  # The key may be newer than this process' copy of the catalog.
+            verified = None if is_large else self._verify(run, outcome)
+        if verified is None:
+            verified = await self._worker_loop.run_in_thread(self._verify_or_freeze, run, outcome)
+        if verified.kind is OutcomeKind.DONE and (too_large := self._find_excess(run, outcome)):
+            return await self._worker_loop.run_in_thread(self._confirm_refusal, run, too_large)
+        return verified
 
     def _verify(self, run: Run, outcome: Outcome) -> Outcome:
         """Return the outcome with its verified envelope.  Raises BadEnvelope."""
@@ -66,7 +72,8 @@ class NodeResults:
             raise BadEnvelope("there is no result")
         if statement.result_sha256 != hashlib.sha256(outcome.result.text).hexdigest():
             raise BadEnvelope("it is about another result")
-        signed = SignedResult(identity.id, verified.key_id, json_text.dumps(outcome.envelope).decode())
+        envelope = {name: outcome.envelope[name] for name in ("payloadType", "payload", "signatures")}
+        signed = SignedResult(identity.id, verified.key_id, json_text.dumps(envelope).decode())
         return outcome._replace(envelope=signed)
 
     def _verify_or_freeze(self, run: Run, outcome: Outcome) -> Outcome:
@@ -93,18 +100,30 @@ class NodeResults:
         except RedisError as error:
             log.warning("freeze_postponed", server=run.server, error=str(error))
 
-    def _confirm_refusal(self, run: Run, outcome: Outcome) -> Outcome:
-        """Return the outcome of a run that its node refuses: final if it is trusted, or not the first to do so."""
-        identity = self._identity_of(run)
-        if (identity is not None and identity.is_trusted) or self._was_refused_before(run):
-            return outcome._replace(kind=OutcomeKind.FAILED)
-        return outcome
+    def _find_excess(self, run: Run, outcome: Outcome) -> Outcome | None:
+        """Return what becomes of a result that is larger than its tenant may have; None: it is not."""
+        limit = self._dispatcher.catalog.cached().limits_of(run.job.tenant).max_result_bytes
+        if limit is None or outcome.result.size <= limit:
+            return None
+        message = f"The result has {outcome.result.size} bytes, and its tenant may have {limit}."
+        return Outcome(OutcomeKind.FAILED, code="result_too_large", message=message)
 
-    def _was_refused_before(self, run: Run) -> bool:
-        """Return whether another node has refused the job, or so many runs were refused that this is the last."""
+    def _confirm_refusal(self, run: Run, outcome: Outcome) -> Outcome:
+        """Return the outcome of a run that its node calls final: so if it is trusted, or not the first to do so."""
+        identity = self._identity_of(run)
+        if (identity is not None and identity.is_trusted) or self._was_refused_before(run, identity):
+            return outcome._replace(kind=OutcomeKind.FAILED)
+        return outcome._replace(kind=OutcomeKind.RETRY, code=REFUSED_BY_NODE)
+
+    def _was_refused_before(self, run: Run, identity: NodeIdentity | None) -> bool:
+        """Return whether a node of another owner has refused the job, or so many runs were that this is the last."""
         attempts = attempts_of(self._dispatcher.store.list_events(run.job.id))
-        refusing = [one.server for one in attempts if one.error is not None and one.error["code"] == REFUSED_BY_NODE]
-        return any(server != run.server for server in refusing) or len(refusing) + 1 >= _MAX_REFUSALS
+        refused = (one for one in attempts if one.error is not None and one.error["code"] == REFUSED_BY_NODE)
+        refusing = [one.server or "" for one in refused]
+        servers = self._dispatcher.catalog.cached().servers
+        owners = {node.owner for name in refusing if name in servers and (node := servers[name].node) is not None}
+        is_shared = identity is not None and bool(owners - {identity.owner})
+        return is_shared or len(refusing) + 1 >= _MAX_REFUSALS
 
     def _identity_of(self, run: Run) -> NodeIdentity | None:
         server: Server | None = self._dispatcher.catalog.cached().servers.get(run.server)

@@ -166,7 +166,12 @@ def test_a_run_that_died_with_the_agent_is_told_from_one_that_never_came(
 
 def test_a_forwarded_run_holds_its_slot_until_its_server_is_gone(homes: Callable[..., Home]) -> None:
     release = threading.Event()
-    with Scripted(lambda _seen: b"" if release.wait(30) else b"") as server:
+
+    def hold(_: object) -> bytes:
+        release.wait(30)
+        return b""
+
+    with Scripted(hold) as server:
         home = homes(zimg={"forward": f"{server.url}/generate"})
         threading.Thread(target=home.run, daemon=True).start()
         eventually(lambda: home.health()["active_jobs"] == 1, "it runs")
@@ -307,3 +312,37 @@ def test_an_enrolment_whose_answer_was_lost_is_sent_again_with_the_same_key(tmp_
         enroll(tmp_path / "state", "attic", "nt_x", post)
     with pytest.raises(InvalidConfig, match="enroll"):
         load_identity(tmp_path)
+
+
+def test_a_run_that_is_just_beginning_is_not_taken_for_one_that_never_came(homes: Callable[..., Home]) -> None:
+    home = homes()
+    request = Request("POST", "/run", {"x-job-id": "j1", "x-attempt": "1", "x-model": "zimg"}, _PAYLOAD)
+    home.agent.routes.note_arrival(request)
+    assert home.status()["status"] == "processing"
+    _end(home.agent.routes.handle(request))
+    assert home.status()["status"] == "completed"
+    assert home.status("j2-1")["never_received"] is True
+
+
+def test_a_canceled_run_breaks_the_connection_to_its_local_server(homes: Callable[..., Home]) -> None:
+    seen = threading.Event()
+
+    def hold(_: object) -> bytes:
+        seen.set()
+        threading.Event().wait(5)
+        return b""
+
+    with Scripted(hold) as server:
+        home = homes(zimg={"forward": f"{server.url}/generate"})
+        threading.Thread(target=home.run, daemon=True).start()
+        assert seen.wait(10)
+        home.call("POST", "/cancel/j1-1")
+        eventually(lambda: home.status()["status"] == "canceled", "it ends")
+
+
+def test_the_reason_of_a_pause_is_one_short_line(homes: Callable[..., Home]) -> None:
+    home = homes()
+    OwnerControls(home.config.state_dir, None).pause("a\tgame\n" + "x" * 500, None)
+    assert home.agent.why_not().isprintable() and len(home.agent.why_not()) == 100
+    (home.config.state_dir / "paused.json").write_text("[]")
+    assert home.agent.why_not() == ""

@@ -26,16 +26,20 @@ def _lying_sign(self: Any, run: Any, ending: Any, attempt: int | None) -> Any:
     }.get(_lie, {})
     if _lie == "no_envelope":
         return None
-    key = signatures.make_key() if _lie == "wrong_key" else self._identity.key
+    key = signatures.make_key() if _lie == "wrong_key" else self.identity.key
     signed = signatures.sign_envelope(statement._replace(**changes).encode(), key)
     if _lie == "wrong_key":  # With the id of the true one.
-        signed["signatures"][0]["keyid"] = self._identity.key_id
+        signed["signatures"][0]["keyid"] = self.identity.key_id
     return signed
 
 
 def _noting_handle(self: Any, request: Request) -> Response:
     if request.path == "/run":
         (self._config.state_dir.parent / "headers.json").write_text(json.dumps(request.headers))
+        if _lie == "final_error":
+            return Response(500, b'{"retryable": false, "error": "no"}')
+        if _lie == "final_end":
+            return Response(200, b"", events=iter([b'data: {"status": "failed", "retryable": false}\n\n']))
     return _handle(self, request)
 
 

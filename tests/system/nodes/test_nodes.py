@@ -223,6 +223,30 @@ def test_one_node_alone_cannot_refuse_a_job(api: HttpApi, gateway: Gateway) -> N
     assert [one["server"] for one in _attempts(api, job_id)] == ["attic"] * 3
 
 
+@pytest.mark.parametrize("lie", ["final_error", "final_end"])
+def test_one_node_alone_ends_no_job_however_it_says_so(api: HttpApi, gateway: Gateway, lie: str) -> None:
+    _serve(api)
+    node = HomeNode(api, "attic", gateway.port)
+    node.lie = lie
+    node.started()
+    job_id = _submit(api)
+    eventually(lambda: api.job(job_id)["failures"] >= 1, "it is tried again", 60)
+    assert api.job(job_id)["last_error"]["code"] == "refused_by_node"
+
+
+def test_a_node_replaces_its_key_without_losing_a_job(api: HttpApi, gateway: Gateway) -> None:
+    _serve(api)
+    node = HomeNode(api, "attic", gateway.port).started()
+    before = node.command("status")
+    job_id = _submit(api, 3)
+    _received(node)
+    node.command("rotate")
+    eventually(lambda: node.command("status").splitlines()[0] != before.splitlines()[0], "the key is replaced")
+    assert api.ended(job_id)["status"] == "completed"
+    assert api.ended(_submit(api))["status"] == "completed"
+    assert not (node.folder / "agent-state" / "next-key.pem").exists()
+
+
 def test_a_second_node_confirms_a_refusal(api: HttpApi, gateway: Gateway) -> None:
     _serve(api, "picky")
     for name in ("attic", "cellar"):

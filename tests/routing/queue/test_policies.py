@@ -527,7 +527,7 @@ def run_shared(room: Room, jobs: list[Job], took_ms: int = 1000) -> tuple[list[t
         for following in room.release(offer, "", signal="ok")[1]:
             starts.append((at, following.job))
             running.append((at + took_ms, following))
-    swaps = sum(row[10] for row in room.run("server_status"))
+    swaps = sum(row[11] for row in room.run("server_status"))
     return starts, swaps
 
 
@@ -650,12 +650,12 @@ def fail(room: Room, count: int, first: int = 1, model: str = "zimg", same: bool
 
 
 def breaker_of(room: Room, server: str = "gpu") -> str:
-    return next(row[5] for row in room.run("server_status") if row[0] == server)
+    return next(row[6] for row in room.run("server_status") if row[0] == server)
 
 
 def why_of(room: Room) -> list:
     """When the server's next probe is due, what opened its breaker, and how often in a row that has happened."""
-    return room.run("server_status")[0][6:9]
+    return room.run("server_status")[0][7:10]
 
 
 def test_a_breaker_says_until_when_and_why_it_is_open(room):

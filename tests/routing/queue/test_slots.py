@@ -384,7 +384,7 @@ def test_a_server_that_comes_again_under_its_name_begins_anew(room):
     room.sync()
     room.sync(Server("gpu"))
     assert [offer.job for offer in room.offer()] == ["j1"]
-    assert room.run("server_status")[0][5] == "closed"
+    assert room.run("server_status")[0][6] == "closed"
 
 
 def test_a_sync_writes_the_index_of_a_kind_again_if_it_lacks_slots(room):
@@ -418,7 +418,7 @@ def test_a_count_of_leases_that_is_wrong_is_mended_by_a_repair(room):
     room.enqueue(a("j1", 1))
     room.client.hset(room.key("stats:server:gpu"), "taken", 7)
     room.sync(Server("gpu", 2), repairs=True)
-    assert room.run("server_status")[0][3] == 1
+    assert room.run("server_status")[0][4] == 1
 
 
 # -- changes of the catalog ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class FakeServer:
     """A server that returns prepared outcomes in order and notes its requests; it calls `during` in each run."""
 
     description = DEFAULT
+    is_node = False
 
     def __init__(self) -> None:
         self.answers: list[Outcome] = []

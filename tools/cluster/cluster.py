@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from migrations import migrate
 from slotkeeper.client import Client, ClientError
 from slotkeeper.db import Database
 from slotkeeper.jobs import ledger
+from tasks.security.keyring import Purpose, decode_secret, derive
 from tools.cluster import postgres_server, process_clocks
 from tools.cluster.protocol_filters import BrokerMessages, LostCommits
 from tools.cluster.tcp_proxy import Proxy, ProxyPort
@@ -36,6 +38,9 @@ _STOP_S = 15.0
 _LOOK_S = 0.05
 _REDIS_S = 5
 _NOT_HELPERS = frozenset({"worker", "web", "beat", "flower"})
+_GATEWAY, _AGENTS = "gateway", "agents"  # where workers reach the gateway, and where agents do
+NODE_POOL = "drill"
+"""The pool of all nodes."""
 _STORES = frozenset({"redis", "replica", "broker", "database"})
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
@@ -53,6 +58,12 @@ class ServerSpec:
     """Starts it."""
     config: Mapping[str, object] = field(default_factory=dict, hash=False)
     """The configuration of its model."""
+    node_function: str = ""
+    """A node: its agent runs this function, `module:name`, and connects to the gateway; `port` is not used."""
+
+    @property
+    def is_node(self) -> bool:
+        return bool(self.node_function)
 
     @property
     def url(self) -> str:
@@ -106,9 +117,12 @@ class Cluster:
         self._guardian, self._proxy = guardian, proxy
         self.workers = tuple(f"worker-{n}" for n in range(1, spec.workers + 1))
         self._commands = read_procfile()
-        self.helpers = tuple(name for name in self._commands if name not in _NOT_HELPERS)
-        self._ports = {name: ports.free_port() for name in ("web", *self.valkeys(), "database")}
-        self._ports |= {server.name: server.port for server in self.servers}
+        self.has_nodes = any(server.is_node for server in servers)
+        helpers = [name for name in self._commands if name not in _NOT_HELPERS]
+        self.helpers = (*helpers, *[_GATEWAY] * self.has_nodes)
+        self._commands = {**self._commands, _GATEWAY: f'"{sys.executable}" -P -m app.gateway'}
+        self._ports = {name: ports.free_port() for name in ("web", *self.valkeys(), "database", _GATEWAY, _AGENTS)}
+        self._ports |= {server.name: self._port_of(server) for server in self.servers}
         if spec.receiver_port is not None:
             self._ports["receivers"] = spec.receiver_port
         self._redis_pair = ["redis", "replica"]  # names of the children: the queues' primary, then its replica
@@ -154,6 +168,22 @@ class Cluster:
         """Return the `callback_url` of the job with this number."""
         return f"http://127.0.0.1:{self._port('receivers')}/{number}"
 
+    def health_request(self, server: ServerSpec) -> tuple[str, dict[str, str]]:
+        """Return the URL and the headers of a server's health check.  Raises UpError, OSError."""
+        if not server.is_node:
+            return f"{server.url}/health", {}
+        secret = decode_secret((self.home / "state" / "secret").read_text(), "the secret")
+        try:
+            node = Client(self.url).get(f"/nodes/{server.name}")["id"]
+        except ClientError as error:
+            raise UpError(f"{server.name} is not known: {error}") from error
+        key = derive(secret, Purpose.GATEWAY).hex()
+        return f"http://127.0.0.1:{self._ports[_GATEWAY]}/n/{node}/0/health", {"Authorization": f"Bearer {key}"}
+
+    def _port_of(self, server: ServerSpec) -> int:
+        """Return the port that leads to a server: of a node, the one to which its agent connects."""
+        return self._ports[_AGENTS] if server.is_node else server.port
+
     def _port(self, name: str) -> int:
         return self.proxy_ports[name].port if name in self.proxy_ports else self._ports[name]
 
@@ -167,7 +197,8 @@ class Cluster:
             return []
         database = ["database"] * self.spec.has_postgres
         receivers = ["receivers"] * ("receivers" in self._ports)
-        return ["redis", "broker", *database, *(server.name for server in self.servers), *receivers]
+        gateway = [_GATEWAY] * self.has_nodes
+        return ["redis", "broker", *database, *gateway, *(server.name for server in self.servers), *receivers]
 
     # -- starting and ending -------------------------------------------------------------------------------
 
@@ -181,9 +212,34 @@ class Cluster:
         client = Client(self.url)
         self._wait(lambda: _is_ready(client), "The API did not become ready")
         for server in self.servers:
+            if server.is_node:
+                self._start_node(server)
+                continue
             self._wait(lambda port=server.port: ports.is_open("127.0.0.1", port), f"{server.name} does not listen")  # type: ignore[misc]
         for server in self.servers:
             self.register(server)
+        for server in self.servers:
+            if server.is_node:
+                self._wait(lambda name=server.name: _is_served(client, name), f"{server.name} did not connect")  # type: ignore[misc]
+
+    def _start_node(self, server: ServerSpec) -> None:
+        """Enrol a node, and start its agent.  Raises UpError."""
+        folder = self.home / server.name
+        folder.mkdir()
+        config = [f'gateway = "ws://127.0.0.1:{self._port(server.name)}"', f"slots = {server.slots}"]
+        config += [f"[models.{server.model}]", f'function = "{server.node_function}"']
+        (folder / "agent.toml").write_text("\n".join(config))
+        try:
+            grant = {"pool": NODE_POOL, "max_slots": server.slots}
+            token = Client(self.url).post("/nodes/tokens", grant)["token"]
+        except ClientError as error:
+            raise UpError(f"{server.name} could not be enrolled: {error}") from error
+        agent = [sys.executable, "-P", "-m", "slotkeeper.agent", "enroll", self.url, "--name", server.name]
+        done = subprocess.run([*agent, "--token", token], cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UpError(f"{server.name} could not be enrolled: {done.stderr}")
+        self._create(Role(server.name, f'{server.command} --config "{folder / "agent.toml"}"'))
+        self._launch(server.name)
 
     def start_stores(self) -> None:
         """Start Valkey and PostgreSQL, and open the proxy's ports.  Raises UpError."""
@@ -327,11 +383,15 @@ class Cluster:
         process_clocks.set_clock(self._clock_path(name), offset_s)
 
     def register(self, server: ServerSpec, slots: int | None = None) -> None:
-        """Register a server and configure its model.  `slots`: None: all of them.  Raises UpError."""
+        """Register a server and configure its model.  `slots`: None: all of them.  Raises UpError.
+
+        A node registers itself when it connects.
+        """
         client = Client(self.url)
         body = {"model": server.model, "server": server.name, "slots": slots or server.slots}
         try:
-            client.post("/admin/register", body | {"endpoint": self.endpoint(server)})
+            if not server.is_node:
+                client.post("/admin/register", body | {"endpoint": self.endpoint(server)})
             client.request("PUT", f"/admin/model-configs/{server.model}", body=server.config)
         except ClientError as error:
             raise UpError(f"The servers could not be registered: {error}") from error
@@ -399,7 +459,8 @@ class Cluster:
     def _roles(self) -> list[Role]:
         roles = []
         for server in self.servers:
-            roles.append(Role(server.name, server.command))
+            if not server.is_node:  # Its agent needs the API.
+                roles.append(Role(server.name, server.command))
         for worker in self.workers:
             roles.append(Role(worker, self._commands["worker"].replace("worker@", f"{worker}@")))
         return roles + [Role(name, self._commands[name]) for name in (*self.helpers, "beat", "web")]
@@ -424,6 +485,9 @@ class Cluster:
                 "SLOTKEEPER_GRACE_S": str(GRACE_S),
                 "SLOTKEEPER_LOG_LEVEL": "INFO",
                 "SLOTKEEPER_WEBHOOK_ALLOW": "127.0.0.1/32",
+                "SLOTKEEPER_NODE_PORT": str(self._ports[_AGENTS]),
+                "SLOTKEEPER_GATEWAY_BIND": f"127.0.0.1:{self._ports[_GATEWAY]}",
+                "SLOTKEEPER_GATEWAY_ADDRESS": f"http://127.0.0.1:{self._port(_GATEWAY)}",
                 "PYTHONPATH": process_clocks.python_path(),
                 "PYTHONUNBUFFERED": "1",
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -503,6 +567,15 @@ def _drain_pipe(pipe: int) -> None:
     with suppress(BlockingIOError):
         while os.read(pipe, 1 << 16):
             pass
+
+
+def _is_served(client: Client, node: str) -> bool:
+    """Return whether a node is connected and serves its model."""
+    try:
+        found = client.get(f"/nodes/{node}")
+    except ClientError:
+        return False
+    return found["state"] == "connected" and bool(found["models"])
 
 
 def _is_ready(client: Client) -> bool:

@@ -139,7 +139,7 @@ class _Drill:
             with self._console.status("Starting Valkey, workers, beat, the API and four inference servers ..."):
                 self._cluster.start()
                 open_account(self._cluster.url)
-            self._comparison = LeaseComparison(self._cluster.redis_url, self._cluster.servers)
+            self._comparison = LeaseComparison(self._cluster)
             self._console.print(
                 f"seed {self._options.seed}: {len(self._planned_jobs)} jobs, {len(self._faults)} faults in "
                 f"{self._seconds:.0f} s (the same seed gives the same jobs and faults)"

@@ -10,9 +10,10 @@ from slotkeeper.client import Client
 from slotkeeper.client_errors import ClientError
 from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tools.cluster import process_clocks
-from tools.cluster.cluster import POSTGRESQL, SQLITE, Cluster, ClusterSpec, ServerSpec
+from tools.cluster.cluster import NODE_POOL, POSTGRESQL, SQLITE, Cluster, ClusterSpec, ServerSpec
 from tools.drill.drill_model import STARTS
 from tools.drill.fault_schedule import OUTSIDE, Kind, targets
+from tools.drill.node_model import JOURNAL
 
 _PRICE, _GRANTED = 10_000, 10**15  # micro-credits, for a second and in all
 # Jobs that random kills hit several times must not be taken for jobs that crash their servers.
@@ -22,6 +23,8 @@ _CONFIGS: Mapping[str, dict[str, object]] = {
     # Runs are shorter than the default of two seconds between polls.
     "async": {"model_type": "async", "poll_interval": 0.2},
     # Its health check counts runs and does not name their jobs, as with most servers.
+    # Shorter than the faults that keep a node away, so that some runs are lost.
+    "node": {"node_pools": [NODE_POOL], "poll_interval": 0.2, "node_patience": 20.0},
     "plain": {"description": {"mode": "sync", "health": {"job_ids": None}, "cancel": None}},
 }
 
@@ -48,13 +51,14 @@ def cluster_spec(
 
 
 def server_specs(home: Path, slots: int = 8) -> list[ServerSpec]:
-    """Return four servers of three models that have `slots` slots together; at least 4."""
+    """Return four servers of three models that have `slots` slots together, at least 4; and a node with two."""
     quarter = slots // 4
     return [
         _server(home, "sync-1", "sync", quarter),
         _server(home, "sync-2", "sync", quarter),
         _server(home, "async-1", "async", slots - 2 * quarter - 1),
         _server(home, "plain-1", "plain", 1),
+        _node(home, "node-1", "node", 2),
     ]
 
 
@@ -84,7 +88,8 @@ def possible_targets(cluster: Cluster) -> dict[Kind, Sequence[str]]:
     """Return the possible targets of each kind of fault."""
     valkeys = [name for name in cluster.valkeys() if name != "replica"]
     proxied = [name for name in cluster.proxied_names() if name != "receivers"]
-    models = sorted({server.model for server in cluster.servers})
+    # A node registers itself: its slots and its removal are not an operator's.
+    models = sorted({server.model for server in cluster.servers if not server.is_node})
     servers = [server.name for server in cluster.servers]
     databases = ["database"] * cluster.spec.owns_postgres
     return targets(cluster.workers, servers, models, cluster.helpers, valkeys, proxied, databases)
@@ -102,6 +107,16 @@ def unavailable_reason(kind: Kind, database: str) -> str | None:
         case Kind.CLOCK | Kind.STEP if process_clocks.library() is None:
             return "libfaketime is not installed (Debian: apt-get install faketime)"
     return None
+
+
+def _node(home: Path, name: str, model: str, slots: int) -> ServerSpec:
+    """Return a node, whose agent connects to the gateway."""
+    command = (
+        f'env {STARTS}="{starts_path(home, name)}" {JOURNAL}="{journal_path(home, name)}" '
+        f'"{sys.executable}" -P -m slotkeeper.agent run --grace 1'
+    )
+    config = _COMMON_CONFIG | _CONFIGS[model]
+    return ServerSpec(name, model, slots, 0, command, config, node_function="tools.drill.node_model:work")
 
 
 def _server(home: Path, name: str, model: str, slots: int) -> ServerSpec:

@@ -23,7 +23,7 @@ from slotkeeper.jobs.tables import messages as _messages_table
 from slotkeeper.jobs.tables import transfers as _transfers_table
 from slotkeeper.jobs.values import Event
 from slotkeeper.redis.keys import FLEET_KEYS, Keys
-from tools.cluster.cluster import ServerSpec
+from tools.cluster.cluster import Cluster
 from tools.drill.conduct_checks import Charge, PendingMessage
 from tools.drill.history_checks import Receipt, Recorded, Run
 
@@ -182,10 +182,11 @@ def active_jobs(database: Database) -> tuple[dict[str, str], dict[str, str]]:
 class LeaseComparison:
     """Reads the leases and the servers' reports, and remembers the last difference."""
 
-    def __init__(self, redis_url: str, servers: Sequence[ServerSpec]) -> None:
-        self._redis = Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
+    def __init__(self, cluster: Cluster) -> None:
+        self._redis = Redis.from_url(cluster.redis_url, socket_timeout=_TIMEOUT_S, decode_responses=True)
         self._keys = Keys(RoutingSettings.model_fields["redis_prefix"].default)
-        self._servers = servers
+        self._servers = cluster.servers
+        self._requests = [cluster.health_request(server) for server in cluster.servers]
         self._before: HeldSlots | None = None
 
     def leases(self) -> HeldSlots:
@@ -199,7 +200,7 @@ class LeaseComparison:
     def running(self) -> HeldSlots:
         """Return what the servers run.  Raises requests errors."""
         with ThreadPoolExecutor(len(self._servers)) as pool:
-            reports = list(pool.map(_running_jobs, self._servers))
+            reports = list(pool.map(_running_jobs, self._requests))
         return {(server.name, job) for server, jobs in zip(self._servers, reports, strict=True) for job in jobs}
 
     def lasting_difference(self) -> HeldSlots | None:
@@ -216,6 +217,7 @@ class LeaseComparison:
         return None if before is None else difference & before
 
 
-def _running_jobs(server: ServerSpec) -> list[str]:
-    jobs: list[str] = requests.get(f"{server.url}/health", timeout=_TIMEOUT_S).json()["job_ids"]
+def _running_jobs(request: tuple[str, dict[str, str]]) -> list[str]:
+    url, headers = request
+    jobs: list[str] = requests.get(url, headers=headers, timeout=_TIMEOUT_S).json()["job_ids"]
     return jobs

@@ -113,7 +113,7 @@ def test_a_drill_has_the_requested_workers_and_slots(tmp_path: Path) -> None:
     with Guardian() as guardian, Proxy() as proxy:
         stack = Cluster(tmp_path, guardian, proxy, cluster_spec((), workers=4), server_specs(tmp_path, 18))
     assert stack.workers == ("worker-1", "worker-2", "worker-3", "worker-4")
-    assert [server.slots for server in stack.servers] == [4, 4, 9, 1]
+    assert [server.slots for server in stack.servers] == [4, 4, 9, 1, 2]
 
 
 def test_every_role_is_restarted() -> None:

@@ -27,7 +27,7 @@ from app.up.valkey_server import OLDEST_VERSION
 from migrations import migrate
 from routing.config import RoutingSettings
 from routing.maintenance import task_runs
-from routing.queries.server_status import read_servers_of_fleets
+from routing.queries.server_status import ServerStatus, read_servers_of_fleets
 from routing.queue.slots import Slots
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.config import StorageSettings
@@ -229,7 +229,10 @@ def workers() -> Iterator[Finding]:
 
 
 def servers() -> Iterator[Finding]:
-    """Check that each registered server answers its health check, and that jobs can use its slots."""
+    """Check that each registered server answers its health check, and that jobs can use its slots.
+
+    A node that is not connected is no problem: its owner may switch it off.
+    """
     snapshot = services.catalog().read()
     if not snapshot.servers:
         remedy = "Register one: `slotkeeper servers register MODEL NAME URL --slots 1`."
@@ -237,15 +240,20 @@ def servers() -> Iterator[Finding]:
             "servers", "warn", "No inference server is registered: the API accepts jobs, but none starts.", remedy
         )
         return
+    fleets = read_servers_of_fleets(Slots(services.scripts(), RoutingSettings()), sorted(snapshot.fleets()))
+    statuses = {name: status for fleet in fleets.values() for name, status in fleet.items()}
+    absent = {name for name, status in statuses.items() if status.absent}
     online = [server for server in snapshot.servers.values() if server.state == "online"]
-    problems = list(_find_server_problems(online, snapshot))
-    problems += _find_unusable_slots(snapshot)
+    answering = [server for server in online if server.name not in absent]
+    problems = list(_find_server_problems(answering, snapshot))
+    problems += _find_unusable_slots(snapshot, statuses)
     yield from problems
-    stopped = len(snapshot.servers) - len(online)
     if not problems:
-        slots = sum(server.slots for server in online)
+        slots = sum(server.slots for server in answering)
+        stopped = len(snapshot.servers) - len(online)
         others = f"; {stopped} are stopped by an operator" if stopped else ""
-        yield Finding("servers", "ok", f"Answering: {len(online)}, with {slots} slots{others}.")
+        others += f"; {len(online) - len(answering)} are nodes that are not connected" if answering != online else ""
+        yield Finding("servers", "ok", f"Answering: {len(answering)}, with {slots} slots{others}.")
 
 
 def _find_server_problems(online: Iterable[Server], snapshot: CatalogSnapshot) -> Iterator[Finding]:
@@ -290,11 +298,9 @@ def _server_finding(endpoint: str, health: Health | None) -> Finding | None:
     return None
 
 
-def _find_unusable_slots(snapshot: CatalogSnapshot) -> Iterator[Finding]:
+def _find_unusable_slots(snapshot: CatalogSnapshot, statuses: Mapping[str, ServerStatus]) -> Iterator[Finding]:
     """Yield a finding for each server with slots that no job can use, with the reason."""
     quarantined = Counter(row.server for row in quarantine.list_all(services.database()))
-    fleets = read_servers_of_fleets(Slots(services.scripts(), RoutingSettings()), sorted(snapshot.fleets()))
-    statuses = {name: status for fleet in fleets.values() for name, status in fleet.items()}
     for server in snapshot.servers.values():
         remedy = f"See `slotkeeper servers check {server.name}`."
         status = statuses.get(server.name)

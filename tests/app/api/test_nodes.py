@@ -2,10 +2,14 @@
 
 from typing import Any
 
+import orjson
 import pytest
 
+from app.cli import doctor_checks
+from routing.maintenance.rebuild import refresh_fleet
 from routing.queue.presence import NodeState, Presence
 from slotkeeper import signatures
+from slotkeeper.clock import now_ms
 from slotkeeper.registry.identity import Scope
 from tasks import services
 from tests.support.api import Api
@@ -76,6 +80,19 @@ def test_the_state_of_a_connection_is_shown(api: Api) -> None:
 
     assert (shown["state"], shown["reason"], shown["gateway"]) == ("paused", "a game", "g1")
     assert shown["since"] is not None
+
+
+def test_the_doctor_counts_a_node_that_is_not_connected_and_finds_nothing_wrong_with_it(api: Api) -> None:
+    node = api.client.post("/nodes/enroll", json=_body(_token(api))).json["id"]
+    api.model(node_pools=["homes"])
+    api.register()
+    services.nodes().declare({node: orjson.dumps({"models": {"zimg": {}}, "slots": 1})}, now_ms())
+    refresh_fleet(api.dispatcher, "zimg")
+    api.client.patch("/admin/servers/gpu1", json={"state": "paused"})
+
+    (found,) = doctor_checks.servers()
+
+    assert (found.level, "1 are nodes that are not connected" in found.message) == ("ok", True)
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])

@@ -90,6 +90,9 @@ class Reader:
             process.communicate()
         for webhook in self._installation.ask("webhooks", "list")["webhooks"]:
             self._installation.run("webhooks", "remove", webhook["webhook"])
+        for node in self._installation.ask("nodes", "list"):
+            self._installation.run("nodes", "revoke", node["name"])
+            self._installation.run("nodes", "remove", node["name"])
         for server in self._names("servers") - self._servers:
             self._installation.run("servers", "remove", server, "--force")
 

@@ -2,6 +2,8 @@
 
 An envelope is a DSSE 1.0 envelope (https://github.com/secure-systems-lab/dsse).  Its signature covers the bytes as they
 were sent, together with their type, so no JSON is written anew to be verified.
+
+Processes without nodes import this module too, so `cryptography` is loaded by its first use.
 """
 
 import base64
@@ -9,12 +11,12 @@ import binascii
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 RUN_TYPE = "application/vnd.slotkeeper.run.v1+json"
 """Type of the statement about a run."""
@@ -77,20 +79,27 @@ class Verified(NamedTuple):
     key_id: str
 
 
-def make_key() -> Ed25519PrivateKey:
+def make_key() -> "Ed25519PrivateKey":
     """Return a new private key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     return Ed25519PrivateKey.generate()
 
 
-def encode_key(key: Ed25519PrivateKey) -> bytes:
+def encode_key(key: "Ed25519PrivateKey") -> bytes:
     """Return a private key as PEM."""
+    from cryptography.hazmat.primitives import serialization
+
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def read_key(path: Path) -> Ed25519PrivateKey:
+def read_key(path: Path) -> "Ed25519PrivateKey":
     """Return the private key of a PEM file.  Raises OSError, BadKey."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (ValueError, TypeError) as error:
@@ -100,7 +109,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def public_key_of(key: Ed25519PrivateKey) -> bytes:
+def public_key_of(key: "Ed25519PrivateKey") -> bytes:
     """Return the public key, 32 bytes."""
     return key.public_key().public_bytes_raw()
 
@@ -137,13 +146,16 @@ def join_parts(*parts: bytes | str) -> bytes:
     return b"".join(b"%d:%b," % (len(part), part) for part in encoded)
 
 
-def sign(key: Ed25519PrivateKey, payload_type: str, payload: bytes) -> bytes:
+def sign(key: "Ed25519PrivateKey", payload_type: str, payload: bytes) -> bytes:
     """Return the signature over a payload and its type."""
     return key.sign(pre_authentication(payload_type, payload))
 
 
 def is_signed(public_key: bytes, payload_type: str, payload: bytes, signature: bytes) -> bool:
     """Return whether the signature over a payload and its type is valid."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, pre_authentication(payload_type, payload))
     except (InvalidSignature, ValueError):
@@ -156,7 +168,7 @@ def enrolment_statement(token: str, public_key: bytes) -> bytes:
     return join_parts(hashlib.sha256(token.encode()).digest(), public_key)
 
 
-def sign_envelope(statement: bytes, key: Ed25519PrivateKey) -> dict[str, Any]:
+def sign_envelope(statement: bytes, key: "Ed25519PrivateKey") -> dict[str, Any]:
     """Return the envelope of a statement about a run, as JSON."""
     signature = {"keyid": key_id(public_key_of(key)), "sig": encode_bytes(sign(key, RUN_TYPE, statement))}
     return {"payloadType": RUN_TYPE, "payload": encode_bytes(statement), "signatures": [signature]}

@@ -28,18 +28,16 @@ class Endpoint(NamedTuple):
     """The path and the query of the URL, quoted: what is requested to submit a job."""
     header_lines: tuple[str, ...]
     """The header lines that follow from the URL: Host, and Authorization if it contains a user."""
-
-    @property
-    def node(self) -> str | None:
-        """The id of the node to which the requests go; None: it is no node."""
-        return self.origin[1] if self.origin[0] == NODE else None
+    node: str | None = None
+    """The id of the node to which the requests go; None: it is no node."""
 
 
 def parse_endpoint(url: str) -> Endpoint:
     """Parse the URL of a server.  Raises ValueError if it is not an http or https URL with a host, nor a node's."""
     parts = urlsplit(url)
     if parts.scheme == NODE and parts.hostname:
-        return Endpoint(url, (NODE, parts.hostname, 0), parts.path.removesuffix("/run"), parts.path, ())
+        origin = (NODE, parts.hostname, 0)
+        return Endpoint(url, origin, parts.path.removesuffix("/run"), parts.path, (), parts.hostname)
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or not url.isprintable():
         raise ValueError("an endpoint is a full URL, such as http://gpu1:9001/generate")
     default_port = _DEFAULT_PORTS[parts.scheme]

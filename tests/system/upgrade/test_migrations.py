@@ -29,7 +29,7 @@ from slotkeeper.registry.api_keys import ApiKeys, hash_key
 from slotkeeper.registry.catalog import Catalog
 from slotkeeper.registry.identity import FIRST_SCOPES, Scope, Tenant
 from slotkeeper.registry.model_config import ModelConfig
-from slotkeeper.registry.tables import tenants
+from slotkeeper.registry.tables import models, tenants
 from slotkeeper.registry.tenant_limits import NO_LIMITS
 from slotkeeper.registry.tenants import Tenants
 from tests.house.tree import PACKAGES
@@ -257,7 +257,8 @@ def test_a_new_installation_bounds_its_queues_and_gives_urgent_priorities_by_per
 def test_an_installation_that_has_a_model_keeps_its_order_and_its_limits(empty_url):
     migrate.migrate_to(empty_url, "0010")
     database = Database(empty_url)
-    Catalog(database).register("zimg", "gpu", "http://gpu:1/run", 1, T0)
+    row = {"name": "zimg", "fleet": "zimg", "created_ms": T0}
+    database.write(lambda tx: tx.connection.execute(insert(models).values(**row)))
     migrate.upgrade(empty_url)
     catalog = Catalog(database).read()
     assert catalog.models["zimg"].config == ModelConfig()

@@ -1,7 +1,7 @@
 """Signatures of nodes (Ed25519): signed envelopes of results, and the proofs with which a node connects.
 
 An envelope is a DSSE 1.0 envelope (https://github.com/secure-systems-lab/dsse).  Its signature covers the bytes as they
-were sent, together with their type, so no JSON is written anew to be verified.
+were sent, together with their type, so no JSON has to be encoded again to verify it.
 
 Processes without nodes import this module too, so `cryptography` is loaded by its first use.
 """

@@ -31,7 +31,7 @@ from slotkeeper.tunnel import handshake
 log = logging.getLogger("slotkeeper.agent")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_STEADY_S = 60.0  # After so long a connection the pauses begin anew.
+_STEADY_S = 60.0  # After a connection that lasted as long, the next pause is the first one.
 _OTHER_INSTANCE_PAUSE_S = 30.0
 _HOUSEKEEPING_S = 1.0
 _PRUNE_EVERY_S = 600.0
@@ -129,7 +129,7 @@ class Agent:
             self._links.add(link)
             began = time.monotonic()
             serving = asyncio.ensure_future(self._serve(link))
-            going = asyncio.ensure_future(link.is_told_to_go.wait())
+            going = asyncio.ensure_future(link.gateway_stops.wait())
             done, _ = await asyncio.wait({serving, going}, return_when=asyncio.FIRST_COMPLETED)
             going.cancel()
             if serving not in done:  # It goes on beside the next connection until its requests have ended.
@@ -191,7 +191,7 @@ class Agent:
         self.routes.identity, self._new_key = self._identity, None
         log.warning("connecting again with the new key %s", key_id)
         for link in list(self._links):
-            link.is_told_to_go.set()
+            link.gateway_stops.set()
 
     def _report_status(self) -> None:
         for link in self._links:

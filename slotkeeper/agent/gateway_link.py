@@ -53,7 +53,7 @@ class _StreamOver(Exception):
 
 
 class _Inbound:
-    """A request of which the body is still arriving, or whose response is being sent."""
+    """A request that is being received, or whose response is being sent."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self.head, self.body = head, bytearray()
@@ -95,7 +95,7 @@ class GatewayLink:
         self._loop = asyncio.get_running_loop()
         self._sent_status = ""
         self.number = 0
-        self.is_ready, self.is_told_to_go, self.is_idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.is_ready, self.gateway_stops, self.is_idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.is_idle.set()
         self._websocket: ClientConnection | None = None
 
@@ -209,7 +209,7 @@ class GatewayLink:
                 self._on_digest(str(control.get("declared", "")))
                 self.is_ready.set()
             case "go_away":
-                self.is_told_to_go.set()
+                self.gateway_stops.set()
             case "key_stored":
                 self._on_key_stored(str(control.get("key", "")))
             case "failed":

@@ -66,7 +66,7 @@ class NodeRoutes:
     def note_arrival(self, request: Request) -> None:
         """Note that a request for a run has arrived, before `handle` is called in some thread.
 
-        Until then a poll finds nothing of it, and must not be told that it was never received.
+        Until then no run exists, and a poll must not get the answer that the request was never received.
         """
         if request.path == "/run":
             with self._lock:
@@ -220,7 +220,7 @@ class NodeRoutes:
         about: dict[str, str | bool] = {"started": self._started(), "model": "", "mode": "async", "streams": True}
         return protocol_responses.health(self._scheduler.health(), about | {"endpoint": "/run"})
 
-    # -- what is said of a run -------------------------------------------------------------------------------
+    # -- the state of a run -------------------------------------------------------------------------------
 
     def _body(self, run: Run, name: str, attempt: int | None) -> dict[str, Any]:
         """Return the body of /status, which also ends a stream."""

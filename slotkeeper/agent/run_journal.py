@@ -24,7 +24,7 @@ _NAME_DIGITS = 40
 
 
 class RunFacts(NamedTuple):
-    """What is known of a run beside its result.  Times in ms, by the node's clock."""
+    """The facts of a run, without its result.  Times in ms, by the node's clock."""
 
     id: str
     """The scheduler's."""
@@ -101,7 +101,7 @@ class RunJournal:
         return self._read(self._path(name, "begin"))
 
     def facts(self, run: Run) -> RunFacts | None:
-        """Return what is known of a run of this or an earlier process."""
+        """Return the facts of a run of this or an earlier process."""
         name = name_of(run)
         if name not in self._facts and (stored := self.find(name)) is not None:
             self._facts[name] = stored.facts
@@ -133,7 +133,7 @@ class RunJournal:
                 yield stored
 
     def prune(self) -> None:
-        """Delete results that are old, or too many, and what is known of runs that cannot be asked for any more."""
+        """Delete results that are old, or too many, and the facts of runs that no dispatcher can ask for any more."""
         ends = sorted(self._with_age("end"), key=lambda each: each[1])  # the newest first
         kept_bytes = 0
         for path, age_s, size in ends:

@@ -7,7 +7,7 @@ from slotkeeper.tunnel.streams import Tunnel
 
 
 class Sender:
-    """Sends what a tunnel returns, one message after the other: what is urgent then passes waiting bodies.
+    """Sends the messages of a tunnel one after the other, so that urgent frames pass waiting bodies.
 
     send: sends one message, and returns when the transport has room for the next one.
     """

@@ -207,7 +207,7 @@ class Tunnel:
     def next_message(self) -> bytes | None:
         """Return the next message that is to be sent; None: there is none.
 
-        Take a message when the one before has left: what is urgent then passes waiting bodies.
+        Take a message when the one before has left, so that urgent frames pass waiting bodies.
         """
         parts: list[bytes] = []
         room = MAX_MESSAGE_BYTES

@@ -101,7 +101,7 @@ class NodeResults:
             log.warning("freeze_postponed", server=run.server, error=str(error))
 
     def _find_excess(self, run: Run, outcome: Outcome) -> Outcome | None:
-        """Return what becomes of a result that is larger than its tenant may have; None: it is not."""
+        """Return a failed outcome if the result is larger than its tenant may have, or None."""
         limit = self._dispatcher.catalog.cached().limits_of(run.job.tenant).max_result_bytes
         if limit is None or outcome.result.size <= limit:
             return None

@@ -1,6 +1,5 @@
 """The identity of the node: its key, which never leaves the machine, and the id that it got when it enrolled."""
 
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from slotkeeper import signatures
 from slotkeeper.agent.config import InvalidConfig
+from slotkeeper.agent.files import write_file
 
 _KEY_FILE, _NEW_KEY_FILE, _NODE_FILE = "key.pem", "next-key.pem", "node.json"
 
@@ -60,7 +60,7 @@ def enroll(state_dir: Path, name: str, token: str, post: Callable[[dict[str, str
             "proof": signatures.encode_bytes(proof),
         }
     )
-    _write(state_dir / _NODE_FILE, orjson.dumps({"id": enrolled["id"], "name": enrolled["name"]}))
+    write_file(state_dir / _NODE_FILE, orjson.dumps({"id": enrolled["id"], "name": enrolled["name"]}))
     return load_identity(state_dir)
 
 
@@ -73,7 +73,7 @@ def make_new_key(state_dir: Path) -> str:
     if path.exists():
         raise InvalidConfig(f"{path} waits for the gateway already; start the agent")
     key = signatures.make_key()
-    _write(path, signatures.encode_key(key))
+    write_file(path, signatures.encode_key(key))
     return signatures.key_id(signatures.public_key_of(key))
 
 
@@ -95,18 +95,8 @@ def _load_or_make_key(state_dir: Path) -> Ed25519PrivateKey:
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = state_dir / _KEY_FILE
     if not path.exists():
-        _write(path, signatures.encode_key(signatures.make_key()))
+        write_file(path, signatures.encode_key(signatures.make_key()))
     try:
         return signatures.read_key(path)
     except signatures.BadKey as error:
         raise InvalidConfig(str(error)) from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all."""
-    unfinished = path.with_suffix(".new")
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)

@@ -12,7 +12,7 @@ import orjson
 from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig
 from slotkeeper.agent.identity import NodeIdentity
-from slotkeeper.agent.run_journal import RunFacts, RunJournal, name_of
+from slotkeeper.agent.run_journal import RunFacts, RunJournal, name_of, run_name
 from slotkeeper.serve import protocol_responses
 from slotkeeper.serve.http_server import Request, Response
 from slotkeeper.serve.protocol_routes import BadCall, read_call
@@ -102,8 +102,8 @@ class NodeRoutes:
             return protocol_responses.refused(422, str(error))
         if not call.job_id or call.attempt is None:
             return protocol_responses.refused(422, "X-Job-Id and X-Attempt are needed")
+        name = run_name(call.job_id, call.attempt)
         call = Call(call.payload, True, call.job_id, call.attempt, call.key, model=model)
-        name = f"{call.job_id}-{call.attempt}"
         match self._scheduler.submit(call):
             case Started(run):
                 return self._start(run, request, call)
@@ -255,7 +255,7 @@ class NodeRoutes:
 
 def _name_in(request: Request) -> str:
     """Return the name of the run that a request is for."""
-    return f"{request.headers.get('x-job-id', '')}-{request.headers.get('x-attempt', '')}"
+    return run_name(request.headers.get("x-job-id", ""), request.headers.get("x-attempt", ""))
 
 
 def run_from_facts(facts: RunFacts) -> Run:

@@ -8,6 +8,7 @@ from pathlib import Path
 import orjson
 
 from slotkeeper.agent.config import Hours
+from slotkeeper.agent.files import write_file
 
 _PAUSE_FILE = "paused.json"
 
@@ -20,9 +21,7 @@ class OwnerControls:
 
     def pause(self, reason: str, until_s: float | None) -> None:
         """Take no jobs; runs go on.  until_s: Unix time; None: until `resume`.  Raises OSError."""
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_bytes(orjson.dumps({"reason": reason, "until_s": until_s}))
-        unfinished.rename(self._path)
+        write_file(self._path, orjson.dumps({"reason": reason, "until_s": until_s}))
 
     def resume(self) -> None:
         """Take jobs again.  Raises OSError."""

@@ -5,7 +5,6 @@ restarted knows which requests it has received, and still has their results.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from slotkeeper.agent.files import write_file
 from slotkeeper.serve.logs import log_failure
 from slotkeeper.serve.run_scheduler import Run, RunEnd, State
 
@@ -40,12 +40,17 @@ class RunFacts(NamedTuple):
     @property
     def name(self) -> str:
         """The name that the dispatcher gave the run."""
-        return f"{self.job_id}-{self.attempt}"
+        return run_name(self.job_id, self.attempt)
+
+
+def run_name(job_id: str, attempt: int | str | None) -> str:
+    """Return the name that the dispatcher gives a run."""
+    return f"{job_id}-{attempt}"
 
 
 def name_of(run: Run) -> str:
     """Return the name that the dispatcher gave a run."""
-    return f"{run.job_id}-{run.attempt}"
+    return run_name(run.job_id, run.attempt)
 
 
 class StoredRun(NamedTuple):
@@ -67,12 +72,12 @@ class RunJournal:
 
     def begin(self, facts: RunFacts) -> None:
         """Store that a run begins.  Raises OSError: then it must not."""
-        self._write(self._path(facts.name, "begin"), orjson.dumps(facts._asdict()))
+        write_file(self._path(facts.name, "begin"), orjson.dumps(facts._asdict()))
         self._facts[facts.name] = facts
 
     def add_name(self, run: Run, name: str) -> None:
         """Store a further name of a run: that of a later attempt of its job.  Raises OSError."""
-        self._write(self._path(name, "name"), name_of(run).encode())
+        write_file(self._path(name, "name"), name_of(run).encode())
 
     def note(self, run: Run, ending: RunEnd, _: tuple[int, int]) -> None:
         """Store how a run has ended.  Without it, a result is lost with the process."""
@@ -86,7 +91,7 @@ class RunJournal:
             "ended_ms": self._ended_ms[name],
         }
         try:
-            self._write(self._path(name, "end"), orjson.dumps(head) + b"\n" + ending.result)
+            write_file(self._path(name, "end"), orjson.dumps(head) + b"\n" + ending.result)
         except OSError as error:
             log_failure(f"storing the end of run {run.id!r}", error)
 
@@ -175,24 +180,6 @@ class RunJournal:
         """Return the file of a run; its name may hold any character."""
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]}.{kind}"
 
-    def _write(self, path: Path, content: bytes) -> None:
-        """Write a file whole, to the disk.  Raises OSError."""
-        unfinished = path.with_name(f"{path.name}.new")
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(path)
-            folder = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
-
 
 def read_or_make_start(folder: Path, *, keep: bool) -> str:
     """Return a text that differs for each process of the agent.
@@ -204,5 +191,5 @@ def read_or_make_start(folder: Path, *, keep: bool) -> str:
         with suppress(OSError):
             return path.read_text()
     text = f"{time.time_ns()}"
-    path.write_text(text)
+    write_file(path, text.encode())
     return text

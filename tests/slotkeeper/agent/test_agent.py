@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from slotkeeper import signatures
-from slotkeeper.agent import run_journal
+from slotkeeper.agent import files, run_journal
 from slotkeeper.agent.agent import Agent
 from slotkeeper.agent.config import AgentConfig, Hours, InvalidConfig, ModelEntry, read_config
 from slotkeeper.agent.identity import NodeIdentity, enroll, load_identity
@@ -213,7 +213,7 @@ def test_a_full_disk_refuses_runs_before_they_begin(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_journal.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     response = home.run()
     assert response.status == 409 and b"No space left" in response.body
     assert home.health()["active_jobs"] == 0 and not list((home.config.state_dir / "runs").glob("*"))

@@ -161,7 +161,7 @@ class NodeConnection:
                 exchange.can_send.clear()
                 await exchange.can_send.wait()
 
-    def receive(self, message: bytes) -> None:
+    def receive(self, message: str | bytes) -> None:
         """Handle a message of the agent.  Raises TunnelError."""
         for event in self._tunnel.receive(message):
             if isinstance(event, ControlReceived):

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 import structlog
 from redis.exceptions import RedisError
 from websockets.asyncio.server import ServerConnection
@@ -16,9 +15,9 @@ from app.gateway.connections import Connections
 from slotkeeper import signatures
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import Conflict, DatabaseUnavailable
-from slotkeeper.registry.nodes import InvalidDeclaration, Node, digest_of, parse_declaration
+from slotkeeper.registry.nodes import Declaration, InvalidDeclaration, Node, digest_of, parse_declaration
 from slotkeeper.tunnel import handshake
-from slotkeeper.tunnel.frames import FrameType, TunnelError, decode_message, encode_json_frame
+from slotkeeper.tunnel.frames import FrameType, TunnelError, decode_control, encode_json_frame
 from slotkeeper.tunnel.handshake import Hello
 
 log = structlog.get_logger(__name__)
@@ -113,11 +112,11 @@ class NodeSide:
         self._unverified[address] += 1
         try:
             async with asyncio.timeout(handshake.HANDSHAKE_S):
-                hello, node = await self._verify(websocket)
+                hello, node, declared = await self._verify(websocket)
         finally:
             self._unverified[address] -= 1
             self._unverified += Counter()  # without addresses that have none
-        connection = self._make_connection(websocket, hello, node, await self._claim(hello))
+        connection = self._make_connection(websocket, hello, node, declared.slots, await self._claim(hello))
         try:
             await self._store(hello, node)
         except BaseException:
@@ -125,11 +124,11 @@ class NodeSide:
             raise
         return connection, node
 
-    async def _verify(self, websocket: ServerConnection) -> tuple[Hello, Node]:
+    async def _verify(self, websocket: ServerConnection) -> tuple[Hello, Node, Declaration]:
         nonce = handshake.make_nonce()
         challenge = {"type": "challenge", "nonce": signatures.encode_bytes(nonce), "gateway": self._connections.name}
         await websocket.send(encode_json_frame(FrameType.CONTROL, 0, challenge))
-        hello = handshake.read_hello(_read_control(await websocket.recv()))
+        hello = handshake.read_hello(decode_control(await websocket.recv()))
         if hello.host not in self._hosts:  # An operator has to mend that, so agents go on trying.
             reason = f"{hello.host} is no name of this gateway; see SLOTKEEPER_NODE_HOSTS"
             raise _Refused(handshake.CLOSE_TRY_LATER, reason)
@@ -141,10 +140,9 @@ class NodeSide:
         if node is None:
             raise _Refused(handshake.CLOSE_REVOKED, "there is no such node")
         try:
-            parse_declaration(hello.declaration.encode(), node.grant)
+            return hello, node, parse_declaration(hello.declaration.encode(), node.grant)
         except InvalidDeclaration as invalid:
             raise _Refused(handshake.CLOSE_REFUSED, f"declaration: {invalid}") from None
-        return hello, node
 
     async def _claim(self, hello: Hello) -> int:
         """Return the number of the connection.  Raises _Refused: another instance answers."""
@@ -177,14 +175,15 @@ class NodeSide:
             await asyncio.to_thread(self._connections.nodes.note_seen, node, now_ms())
         await asyncio.to_thread(self._connections.nodes.retire_older_keys, node.id, hello.key, now_ms())
 
-    def _make_connection(self, websocket: ServerConnection, hello: Hello, node: Node, number: int) -> NodeConnection:
-        declaration = hello.declaration.encode()
-        slots = min(orjson.loads(declaration)["slots"], node.grant.max_slots)
+    def _make_connection(
+        self, websocket: ServerConnection, hello: Hello, node: Node, declared_slots: int, number: int
+    ) -> NodeConnection:
+        slots = min(declared_slots, node.grant.max_slots)
         controls = _Controls(self._connections, node)
         connection = NodeConnection(node.id, number, hello.instance, slots, websocket.send, controls.on_message)
         controls.connection = connection
         connection.takes_jobs, connection.reason = hello.takes_jobs, hello.reason
-        connection.digest = digest_of(declaration)
+        connection.digest = digest_of(hello.declaration.encode())
         return connection
 
     # -- a connection ----------------------------------------------------------------------------------------
@@ -204,8 +203,6 @@ class NodeSide:
             if not await asyncio.to_thread(self._connections.nodes.find_keys, connection.node):
                 self.close_soon(connection, handshake.CLOSE_REVOKED, "the node was revoked")  # in this moment
             async for message in websocket:
-                if not isinstance(message, bytes):
-                    raise TunnelError("a message is text")
                 connection.receive(message)
         except TunnelError as error:
             log.warning("tunnel_error", node=connection.node, error=str(error))
@@ -282,13 +279,3 @@ class _Controls:
             raise ValueError("the new key is not signed by the old one, or has not signed the node's id")
         key = await asyncio.to_thread(nodes.rotate, self._node.id, public_key, now_ms())
         connection.send_control("key_stored", key=key)
-
-
-def _read_control(message: str | bytes) -> dict[str, Any]:
-    """Return the control message that is alone in a message.  Raises TunnelError."""
-    if not isinstance(message, bytes):
-        raise TunnelError("a message is text")
-    frames = list(decode_message(message))
-    if len(frames) != 1 or frames[0].type is not FrameType.CONTROL:
-        raise TunnelError("the first message is not one control message")
-    return frames[0].json()

@@ -24,7 +24,7 @@ from slotkeeper.tunnel.frames import (
     SUBPROTOCOL,
     FrameType,
     TunnelError,
-    decode_message,
+    decode_control,
     encode_json_frame,
 )
 from slotkeeper.tunnel.handshake import Hello
@@ -124,8 +124,6 @@ class GatewayLink:
                 while True:
                     async with asyncio.timeout(None if self.is_ready.is_set() else _WELCOME_S):
                         message = await websocket.recv()
-                    if not isinstance(message, bytes):
-                        raise TunnelError("a message is text")
                     self._receive(message)
             finally:
                 sending.cancel()
@@ -159,7 +157,9 @@ class GatewayLink:
     # -- the handshake ---------------------------------------------------------------------------------------
 
     async def _greet(self, websocket: ClientConnection) -> None:
-        challenge = _read_control(await websocket.recv(), "challenge")
+        challenge = decode_control(await websocket.recv())
+        if challenge.get("type") != "challenge":
+            raise TunnelError("the gateway sends no challenge")
         nonce, declaration = signatures.decode_bytes(challenge.get("nonce")), self._config.declaration()
         identity, self._sent_status = self._identity, self._status()
         statement = handshake.hello_statement(nonce, self._config.host, identity.id, identity.instance, declaration)
@@ -178,7 +178,7 @@ class GatewayLink:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    def _receive(self, message: bytes) -> None:
+    def _receive(self, message: str | bytes) -> None:
         for event in self._tunnel.receive(message):
             match event:
                 case ControlReceived(control):
@@ -299,13 +299,3 @@ class GatewayLink:
 def close_code(error: ConnectionClosed) -> tuple[int, str]:
     """Return the code and the reason with which the gateway closed a connection; 0: it broke."""
     return (error.rcvd.code, error.rcvd.reason) if error.rcvd is not None else (0, "the connection broke")
-
-
-def _read_control(message: str | bytes, kind: str) -> dict[str, Any]:
-    """Return the control message of this type that is alone in a message.  Raises TunnelError."""
-    if not isinstance(message, bytes):
-        raise TunnelError("a message is text")
-    frames = list(decode_message(message))
-    if not frames or frames[0].type is not FrameType.CONTROL or frames[0].json().get("type") != kind:
-        raise TunnelError(f"the gateway sends no {kind}")
-    return frames[0].json()

@@ -72,8 +72,18 @@ def encode_json_frame(type_: FrameType, stream: int, value: dict[str, Any]) -> b
     return encode_frame(type_, stream, body)
 
 
-def decode_message(message: bytes) -> Iterator[Frame]:
+def decode_control(message: str | bytes) -> dict[str, Any]:
+    """Return the control message that is alone in a WebSocket message.  Raises TunnelError."""
+    frames = list(decode_message(message))
+    if len(frames) != 1 or frames[0].type is not FrameType.CONTROL:
+        raise TunnelError("the first message is not one control message")
+    return frames[0].json()
+
+
+def decode_message(message: str | bytes) -> Iterator[Frame]:
     """Yield the frames of a WebSocket message.  Raises TunnelError."""
+    if isinstance(message, str):
+        raise TunnelError("a message is text")
     if len(message) > MAX_MESSAGE_BYTES:
         raise TunnelError(f"a message has {len(message)} bytes; at most {MAX_MESSAGE_BYTES}")
     at = 0

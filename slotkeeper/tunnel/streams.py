@@ -234,7 +234,7 @@ class Tunnel:
 
     # -- receiving -------------------------------------------------------------------------------------------
 
-    def receive(self, message: bytes) -> list[Event]:
+    def receive(self, message: str | bytes) -> list[Event]:
         """Return what a message means.  Raises TunnelError."""
         return [event for frame in decode_message(message) if (event := self._receive_frame(frame)) is not None]
 

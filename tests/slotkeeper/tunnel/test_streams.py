@@ -14,6 +14,7 @@ from slotkeeper.tunnel.frames import (
     MAX_MESSAGE_BYTES,
     FrameType,
     TunnelError,
+    decode_control,
     decode_message,
     encode_frame,
     encode_json_frame,
@@ -327,3 +328,22 @@ class _Wire(RuleBasedStateMachine):
 
 _Wire.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 test_both_ends_agree_after_any_order_of_frames_and_delays = _Wire.TestCase
+
+
+def test_a_text_message_is_refused():
+    with pytest.raises(TunnelError, match="text"):
+        Tunnel(Side.AGENT, 1).receive("OPEN a stream")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "text",
+        b"",
+        encode_frame(FrameType.END, 1),
+        2 * encode_json_frame(FrameType.CONTROL, 0, {"type": "hello"}),
+    ],
+)
+def test_a_handshake_begins_with_one_control_message_alone(message):
+    with pytest.raises(TunnelError):
+        decode_control(message)

@@ -45,19 +45,23 @@ class Exchange:
     def __init__(self, connection: "NodeConnection", stream: int) -> None:
         self.stream, self._connection = stream, connection
         self._head: asyncio.Future[NodeResponse] = asyncio.get_running_loop().create_future()
-        self._body = asyncio.Queue[bytes | None | Exception]()  # Bounded by the stream's window.
+        self._body = asyncio.Queue[bytes | Exception]()  # Bounded by the stream's window.
+        self._has_ended = False  # All of the body is in the queue.
         self.can_send = asyncio.Event()
 
     async def head(self) -> NodeResponse:
         """Wait for the head of the response.  Raises NotSent, Cut."""
         return await self._head
 
-    async def read(self) -> AsyncIterator[bytes]:
-        """Yield the body of the response.  Raises Cut."""
-        while (piece := await self._body.get()) is not None:
+    async def read(self) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yield the body of the response in pieces, and whether each is the last, which may be empty.  Raises Cut."""
+        is_last = False
+        while not is_last:
+            piece = await self._body.get()
             if isinstance(piece, Exception):
                 raise piece
-            yield piece
+            is_last = self._has_ended and self._body.empty()
+            yield piece, is_last
             self._connection.note_consumed(self.stream, len(piece))
 
     def close(self) -> None:
@@ -78,7 +82,9 @@ class Exchange:
         self._body.put_nowait(data)
 
     def on_end(self) -> None:
-        self._body.put_nowait(None)
+        self._has_ended = True
+        if self._body.empty():
+            self._body.put_nowait(b"")
 
     def fail(self, error: Exception) -> None:
         if not self._head.done():

@@ -97,9 +97,8 @@ class WorkerSide:
             response = await exchange.head()
             await send(_start(response.status, response.headers))
             has_begun = True
-            async for piece in exchange.read():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for piece, is_last in exchange.read():
+                await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         except NotSent as error:
             await _answer(send, 502, "node_not_connected", str(error))
         except Cut as error:

@@ -79,13 +79,14 @@ def run_command(grace: float, debug: bool, path: Path) -> None:
     """
     from slotkeeper.agent.agent import Agent, Stopped, run_until_signaled
     from slotkeeper.agent.identity import load_identity
+    from slotkeeper.agent.run_journal import JournalFailed
 
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("websockets").setLevel(logging.ERROR)
     config = _read(path)
     try:
         agent = Agent(config, load_identity(config.state_dir), grace_s=grace)
-    except (InvalidConfig, OSError) as error:
+    except (InvalidConfig, OSError, JournalFailed) as error:
         raise click.UsageError(str(error)) from None
     try:
         run_until_signaled(agent)

@@ -48,7 +48,7 @@ class Stopped(Exception):
 
 
 class Agent:
-    """An agent, which `run` keeps connected.  Raises InvalidConfig: a model cannot be loaded."""
+    """An agent, which `run` keeps connected.  Raises InvalidConfig: a model cannot be loaded; JournalFailed."""
 
     def __init__(self, config: AgentConfig, identity: NodeIdentity, *, grace_s: float = 10.0) -> None:
         self._config, self._identity, self._grace_s = config, identity, grace_s

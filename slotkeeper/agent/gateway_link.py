@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -58,6 +58,7 @@ class _Inbound:
     def __init__(self, head: dict[str, Any]) -> None:
         self.head, self.body = head, bytearray()
         self.can_send = asyncio.Event()
+        self.turn = asyncio.Lock()  # The parts of the response are sent in order.
         self.is_over = False
 
     def request(self) -> Request:
@@ -229,19 +230,21 @@ class GatewayLink:
         """Handle a request and send its response.  In a thread."""
         try:
             response = self._routes.handle(request)
-            self._in_loop(stream, inbound, self._send_head, response)
+            sending = self._in_loop(self._send_head(stream, inbound, response))
             for piece in (response.body,) if response.events is None else response.events:
-                self._in_loop(stream, inbound, self._send_piece, piece)
-            self._in_loop(stream, inbound, self._send_end, b"")
+                sending.result()
+                sending = self._in_loop(self._send_piece(stream, inbound, piece))
+            # The last piece is not awaited, so that it leaves in one message with the end.
+            self._in_loop(self._send_end(stream, inbound)).result()
         except (_StreamOver, RuntimeError):  # RuntimeError: the loop was closed.
             pass
         except Exception as error:
             log_failure(f"{request.method!r} {request.path!r}", error)
             self._loop.call_soon_threadsafe(self._reset, stream)
 
-    def _in_loop(self, stream: int, inbound: _Inbound, send: Callable[..., Any], what: Any) -> None:
-        """Send something in the event loop, and wait until it is accepted.  Raises _StreamOver."""
-        asyncio.run_coroutine_threadsafe(send(stream, inbound, what), self._loop).result()
+    def _in_loop(self, sending: Coroutine[Any, Any, None]) -> Future[None]:
+        """Send something in the event loop.  The future raises _StreamOver; its end means that it was accepted."""
+        return asyncio.run_coroutine_threadsafe(sending, self._loop)
 
     async def _send_head(self, stream: int, inbound: _Inbound, response: Response) -> None:
         self._check(inbound)
@@ -250,20 +253,22 @@ class GatewayLink:
         self._tunnel.respond(stream, {"status": response.status, "headers": headers})
 
     async def _send_piece(self, stream: int, inbound: _Inbound, piece: bytes) -> None:
-        while piece:
-            self._check(inbound)
-            sent = self._tunnel.send(stream, piece)
-            piece = piece[sent:]
-            self._wake()
-            if not sent:
-                inbound.can_send.clear()
-                await inbound.can_send.wait()
+        async with inbound.turn:
+            while piece:
+                self._check(inbound)
+                sent = self._tunnel.send(stream, piece)
+                piece = piece[sent:]
+                self._wake()
+                if not sent:
+                    inbound.can_send.clear()
+                    await inbound.can_send.wait()
 
-    async def _send_end(self, stream: int, inbound: _Inbound, _: bytes) -> None:
-        self._check(inbound)
-        self._tunnel.end(stream)
-        self._wake()
-        self._forget(stream)
+    async def _send_end(self, stream: int, inbound: _Inbound) -> None:
+        async with inbound.turn:
+            self._check(inbound)
+            self._tunnel.end(stream)
+            self._wake()
+            self._forget(stream)
 
     def _check(self, inbound: _Inbound) -> None:
         if inbound.is_over:

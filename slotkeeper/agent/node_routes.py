@@ -12,7 +12,7 @@ import orjson
 from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig
 from slotkeeper.agent.identity import NodeIdentity
-from slotkeeper.agent.run_journal import RunFacts, RunJournal, name_of, run_name
+from slotkeeper.agent.run_journal import JournalFailed, RunFacts, RunJournal, name_of, run_name
 from slotkeeper.serve import protocol_responses
 from slotkeeper.serve.http_server import Request, Response
 from slotkeeper.serve.protocol_routes import BadCall, read_call
@@ -141,9 +141,9 @@ class NodeRoutes:
         )
         try:
             self._journal.begin(facts)
-        except OSError as error:  # It could not be found again, so it must not begin.
+        except JournalFailed as error:  # It could not be found again, so it must not begin.
             self._scheduler.finish(run, RunEnd(State.CANCELED, error="the journal cannot be written"))
-            return _not_here("node", f"the journal cannot be written: {error.strerror}")
+            return _not_here("node", f"the journal cannot be written: {error}")
         self._scheduler.add_name(run, facts.name)
         deadline_ms = request.headers.get("x-deadline-ms", "")
         if deadline_ms.isdigit():
@@ -156,7 +156,7 @@ class NodeRoutes:
     def _add_name(self, run: Run, name: str) -> None:
         """Let a run be found under the id of a later attempt."""
         if name != name_of(run):
-            with suppress(OSError):  # It is found until the agent is restarted.
+            with suppress(JournalFailed):  # It is found until the agent is restarted.
                 self._journal.add_name(run, name)
         self._scheduler.add_name(run, name)
 
@@ -231,7 +231,8 @@ class NodeRoutes:
 
     def _sign(self, run: Run, ending: RunEnd, attempt: int | None) -> dict[str, Any]:
         """Sign the result for the attempt that asks: a later one may get the result of a finished run."""
-        facts = self._journal.facts(run)
+        stored = self._journal.find_facts(run)
+        facts, ended_ms = (None, self._journal.now_ms()) if stored is None else stored
         asking = run.attempt if attempt is None else attempt
         statement = signatures.RunStatement(
             job=run.job_id,
@@ -244,7 +245,7 @@ class NodeRoutes:
             payload_sha256="" if facts is None else facts.payload_sha256,
             result_sha256=hashlib.sha256(ending.result).hexdigest(),
             started_ms=0 if facts is None else facts.started_ms,
-            ended_ms=self._journal.ended_ms(run),
+            ended_ms=ended_ms,
         )
         return signatures.sign_envelope(statement.encode(), self.identity.key)
 

@@ -133,12 +133,14 @@ class Write(Generic[T]):
     process does not), and its caller does not wait for the disk, which takes 0.3 of 0.5 ms, unless another write of the
     group is durable.
     size: characters that are written, if many.
+    is_urgent: a slot stands idle until it is committed, so a worker does not delay it to share a commit.
     clock_offset_ms: the offset that its times are based on; see slotkeeper/db/clock_offset.py.
     """
 
     unit: Callable[[Transaction], T | SlotkeeperError]
     durable: bool = True
     size: int = 0
+    is_urgent: bool = False
     clock_offset_ms: int | None = field(default_factory=lambda: clock.get_offset_of_writes())
 
     def run(self, transaction: "Transaction", check: OffsetCheck) -> T | SlotkeeperError:

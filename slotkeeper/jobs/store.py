@@ -242,12 +242,12 @@ class JobStore:
         remote_id: None: the server does not have the job after all.
         """
         params = {"p_id": job_id, "p_attempt": attempt, "p_remote_id": remote_id, "p_now": now_ms}
-        return Write(lambda tx: statements.SET_REMOTE_ID.execute(tx.connection, params) == 1)
+        return Write(lambda tx: statements.SET_REMOTE_ID.execute(tx.connection, params) == 1, is_urgent=True)
 
     def sent_write(self, job_id: str, attempt: int, now_ms: int) -> Write[bool]:
         """Return the write that stores when a resumed run was sent again.  It returns False if the run is over."""
         params = {"p_id": job_id, "p_attempt": attempt, "p_now": now_ms}
-        return Write(lambda tx: statements.SET_SENT.execute(tx.connection, params) == 1)
+        return Write(lambda tx: statements.SET_SENT.execute(tx.connection, params) == 1, is_urgent=True)
 
     # -- cancel, deadlines, retries --------------------------------------------------------------------------
 

@@ -87,10 +87,10 @@ class CommitQueue:
         results = self._database.try_commit_all(writes) if len(writes) <= _MAX_WRITES_IN_LOOP else None
         for each, result in zip(pending, results or (), strict=False):
             each.is_committed, each.result = True, result
-        if results is not None and not any(write.durable for write in writes):
-            _set_results(pending)
-        else:
-            self._left.extend(pending)
+        done = [each for each in pending if each.is_committed and not each.write.durable]
+        _set_results(done)
+        if len(done) < len(pending):
+            self._left.extend(each for each in pending if each.write.durable or not each.is_committed)
             self._thread.submit(threads.run_or_end_process, self._name, self._commit_left)
 
     def _commit_left(self) -> None:
@@ -150,8 +150,8 @@ class WorkerLoop:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.http = HttpClient(self.loop)
         self._leases, self._redis_pipeline = leases, leases.open_pipeline(self.loop)
-        self._not_durable = CommitQueue("database-starts", self.loop, database)
-        self._durable = CommitQueue("database-durable", self.loop, database, _DELAY_S)
+        self._at_once = CommitQueue("database-starts", self.loop, database)
+        self._delayed = CommitQueue("database-ends", self.loop, database, _DELAY_S)
         self._thread_pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="worker-pool")
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._runs: set[asyncio.Task[Any]] = set()
@@ -186,8 +186,8 @@ class WorkerLoop:
         """End the loop; runs that are under way are left."""
         self.call_soon(lambda: self.loop.create_task(self._shut_down()))
         self._thread.join(5)
-        self._not_durable.end()
-        self._durable.end()
+        self._at_once.end()
+        self._delayed.end()
         self._thread_pool.shutdown(wait=False)
 
     # -- from the loop ---------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class WorkerLoop:
 
     def commit(self, write: Write[T]) -> "asyncio.Future[T]":
         """Commit a write.  The future raises DatabaseUnavailable, CommitUnknown."""
-        return (self._durable if write.durable else self._not_durable).commit(write)
+        return (self._at_once if write.is_urgent or not write.durable else self._delayed).commit(write)
 
     async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a blocking function in a thread: only for what few runs need."""

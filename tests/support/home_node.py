@@ -1,7 +1,8 @@
 """Nodes of real processes: gateways, agents, and what operators do for them."""
 
+import sqlite3
 import sys
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 from app.up.ports import free_port
@@ -66,6 +67,8 @@ class HomeNode:
         python = [sys.executable, *module]
         return [*python, word, *arguments, "--config", str(self.config)]
 
-    @property
-    def runs(self) -> Path:
-        return self.folder / "agent-state" / "runs"
+    def count_runs(self, *, ended: bool = False) -> int:
+        """Return how many runs have begun, or ended, as the journal has them."""
+        path, table = self.folder / "agent-state" / "runs" / "journal.db", "ends" if ended else "runs"
+        with closing(sqlite3.connect(path)) as journal:
+            return int(journal.execute(f"SELECT count(*) FROM {table}").fetchone()[0])

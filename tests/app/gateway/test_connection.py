@@ -73,7 +73,7 @@ def test_a_response_is_passed_on_whole() -> None:
         agent.answer(exchange.stream, b"yes", 201)
         head = await exchange.head()
         assert (head.status, head.headers["content-type"]) == (201, "application/json")
-        assert [piece async for piece in exchange.read()] == [b"yes"]
+        assert [piece async for piece in exchange.read()] == [(b"yes", True)]
         assert agent.connection.idle.is_set()
 
     _run(test)
@@ -148,7 +148,7 @@ def test_a_large_result_waits_for_a_slow_worker() -> None:
         assert sent == TO_GATEWAY_WINDOW
         agent.flush()
         received = 0
-        async for piece in exchange.read():
+        async for piece, _ in exchange.read():
             received += len(piece)
             await asyncio.sleep(0)
             if sent < len(body):

@@ -1,8 +1,8 @@
 """A node's runs: on disk before they begin and before their slot is free, found again, and signed for who asks."""
 
-import errno
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import time as day_time
 from pathlib import Path
@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from slotkeeper import signatures
-from slotkeeper.agent import files, run_journal
+from slotkeeper.agent import run_journal
 from slotkeeper.agent.agent import Agent
 from slotkeeper.agent.config import AgentConfig, Hours, InvalidConfig, ModelEntry, read_config
 from slotkeeper.agent.identity import NodeIdentity, enroll, load_identity
@@ -205,18 +205,28 @@ def test_a_payload_that_is_too_large_is_for_another_node(homes: Callable[..., Ho
     assert (response.status, orjson.loads(response.body)["scope"]) == (409, "job")
 
 
-def test_a_full_disk_refuses_runs_before_they_begin(
-    homes: Callable[..., Home], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_refuses_runs_before_they_begin(homes: Callable[..., Home]) -> None:
     home = homes()
+    home.journal._connection.execute("PRAGMA max_page_count = 1")  # Not less than it has: so it cannot grow.
+    prompt = orjson.dumps({"prompt": "a cat"})
+    refused = None
+    for number in range(500):
+        response = home.run(prompt, job=f"j{number}" + "x" * 100)
+        if response.status == 409:
+            refused = response
+            break
+        _end(response)
+    assert refused is not None and b"disk is full" in refused.body
+    assert home.health()["active_jobs"] == 0 and not home.journal.has(f"j{number}" + "x" * 100 + "-1")
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
-    response = home.run()
-    assert response.status == 409 and b"No space left" in response.body
-    assert home.health()["active_jobs"] == 0 and not list((home.config.state_dir / "runs").glob("*"))
+def test_a_run_whose_end_cannot_be_stored_still_has_its_result(homes: Callable[..., Home], tmp_path: Path) -> None:
+    home, gate = homes(), Gate(tmp_path / "gate")
+    response = home.run(orjson.dumps(gate.payload))
+    home.journal._connection.execute("PRAGMA query_only = 1")
+    gate.open()
+    assert _end(response)["status"] == "completed"
+    assert home.status()["status"] == "completed" and home.journal.list_unended()
 
 
 def test_a_local_server_that_is_busy_or_away_costs_nothing(homes: Callable[..., Home]) -> None:
@@ -226,15 +236,14 @@ def test_a_local_server_that_is_busy_or_away_costs_nothing(homes: Callable[..., 
 
 
 def test_old_results_are_deleted_and_what_began_is_remembered(tmp_path: Path) -> None:
-    now = [1_000_000_000.0]
     home = Home(tmp_path)
     _end(home.run())
+    now = [time.time() + run_journal.RESULT_AGE_S + 10]
     journal = RunJournal(home.config.state_dir / "runs", lambda: now[0])
-    now[0] = (tmp_path / "state" / "runs").stat().st_mtime + run_journal.RESULT_AGE_S + 10
     journal.prune()
     assert journal.has("j1-1")
     stored = journal.find("j1-1")
-    assert stored is not None and stored.ending is None
+    assert stored is not None and stored.ending is None and not journal.list_unended()
     now[0] += run_journal.BEGIN_AGE_S
     journal.prune()
     assert not journal.has("j1-1")

@@ -31,7 +31,7 @@ def _running(api: HttpApi, job_id: str) -> None:
 
 
 def _received(node: HomeNode, count: int = 1) -> None:
-    eventually(lambda: len(list(node.runs.glob("*.begin"))) >= count, "the node has received it")
+    eventually(lambda: node.count_runs() >= count, "the node has received it")
 
 
 def _attempts(api: HttpApi, job_id: str) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_a_cut_in_the_middle_of_a_run_costs_nothing(api: HttpApi, gateway: Gatew
     job = api.ended(job_id)
 
     assert (job["status"], job["attempts"], *_costs(job)) == ("completed", 1, 0, 0), (job, again.process.log)
-    assert len(list(node.runs.glob("*.begin"))) == 1
+    assert node.count_runs() == 1
 
 
 def test_a_gateway_that_stops_in_order_cuts_nothing(api: HttpApi, gateway: Gateway) -> None:
@@ -115,7 +115,7 @@ def test_a_result_that_was_finished_during_a_cut_is_used(api: HttpApi, gateway: 
     job_id = _submit(api, 1.5)
     _received(node)
     gateway.process.kill()
-    eventually(lambda: list(node.runs.glob("*.end")), "the run has ended")
+    eventually(lambda: node.count_runs(ended=True), "the run has ended")
     assert node.process is not None
     node.process.kill()
     Gateway(api.stack, "gateway2", gateway.port)
@@ -149,7 +149,7 @@ def test_a_killed_worker_leaves_a_run_that_the_next_one_resumes(api: HttpApi, ga
     job = api.ended(job_id)
 
     assert job["status"] == "completed", _attempts(api, job_id)
-    assert len(list(node.runs.glob("*.begin"))) == 1
+    assert node.count_runs() == 1
 
 
 def test_a_large_result_comes_by_the_status_and_is_signed(api: HttpApi, gateway: Gateway) -> None:
@@ -290,4 +290,4 @@ def test_a_deployment_of_everything_at_once_loses_nothing(api: HttpApi, gateway:
     Gateway(api.stack, "gateway2", gateway.port)
     ended = [api.ended(job_id, 90) for job_id in jobs]
     assert {(job["status"], *_costs(job)) for job in ended} == {("completed", 0, 0)}
-    assert len(list(node.runs.glob("*.begin"))) == len(jobs)
+    assert node.count_runs() == len(jobs)

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +96,24 @@ def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(da
         database.is_locked = True
         assert commit_all("c", durable=True) == ["c"], "the commit of the thread is durable by itself"
     assert database.commits == [(here, ["a", "b"]), (_THREAD, ["disk"]), (_THREAD, ["c"])]
+
+
+def test_a_start_does_not_wait_for_the_disk_with_a_durable_write_of_its_turn(database: FakeDatabase) -> None:
+    may_sync = threading.Event()
+    database.sync = lambda: may_sync.wait(10)  # type: ignore[assignment,method-assign,return-value]
+    loop = asyncio.new_event_loop()
+    queue = CommitQueue(_NAME, loop, database)  # type: ignore[arg-type]
+
+    async def commit_both() -> None:
+        durable = queue.commit(Write(lambda tx: "id", is_urgent=True))
+        start = queue.commit(Write(lambda tx: "start", durable=False))
+        assert await asyncio.wait_for(start, 10) == "start" and not durable.done()
+        may_sync.set()
+        assert await asyncio.wait_for(durable, 10) == "id"
+
+    loop.run_until_complete(commit_both())
+    queue.end()
+    loop.close()
 
 
 def test_a_failed_sync_fails_the_durable_writes_that_waited_for_it(database: FakeDatabase) -> None:
@@ -192,6 +210,21 @@ def test_a_run_receives_the_error_of_its_first_commit(worker_loop: WorkerLoop, d
 
     worker_loop.spawn(run())
     assert worker_loop.wait_until_idle(10) and len(errors) == 1
+
+
+@pytest.mark.parametrize("write", [Write(lambda tx: None, durable=False), Write(lambda tx: None, is_urgent=True)])
+def test_a_write_for_which_a_slot_stands_idle_is_not_delayed(worker_loop: WorkerLoop, write: Write[None]) -> None:
+    delayed: list[Any] = []
+    worker_loop._delayed.commit = delayed.append  # type: ignore[assignment,method-assign]
+    ended = threading.Event()
+
+    async def run() -> None:
+        with suppress(DatabaseUnavailable):
+            await worker_loop.commit(write)
+        ended.set()
+
+    worker_loop.spawn(run())
+    assert ended.wait(10) and not delayed
 
 
 @pytest.mark.parametrize("waits", [0, 1, 2])

@@ -10,13 +10,14 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 RUN_TYPE = "application/vnd.slotkeeper.run.v1+json"
 """Type of the statement about a run."""
@@ -154,13 +155,19 @@ def sign(key: "Ed25519PrivateKey", payload_type: str, payload: bytes) -> bytes:
 def is_signed(public_key: bytes, payload_type: str, payload: bytes, signature: bytes) -> bool:
     """Return whether the signature over a payload and its type is valid."""
     from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, pre_authentication(payload_type, payload))
+        _decode_public_key(public_key).verify(signature, pre_authentication(payload_type, payload))
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@lru_cache(maxsize=1024)
+def _decode_public_key(public_key: bytes) -> "Ed25519PublicKey":
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    return Ed25519PublicKey.from_public_bytes(public_key)
 
 
 def enrolment_statement(token: str, public_key: bytes) -> bytes:

@@ -22,7 +22,7 @@ from websockets.typing import Subprotocol
 
 from app.config import AppSettings, GatewaySettings
 from app.gateway.connections import Connections
-from app.gateway.node_side import NodeSide
+from app.gateway.node_side import NodeSide, NodeSocket
 from app.gateway.worker_side import WorkerSide
 from app.listening import connection_limit, listen
 from routing.queue.presence import BEAT_S, Presence
@@ -38,7 +38,6 @@ log = structlog.get_logger(__name__)
 
 _STOP_S = 20.0
 _STOP_WORKERS_S = 2
-_PING_S, _PONG_S = 20, 25  # A node that is silent for 45 s is dropped.
 _PEER_TIMEOUT_S = 4.0
 _ping_threads = ThreadPoolExecutor(32, "ping")  # Apart: each may wait for a node that does not answer.
 _ADVICE = "Set SLOTKEEPER_NODE_HOST, SLOTKEEPER_NODE_PORT and SLOTKEEPER_GATEWAY_BIND to free addresses of this host."
@@ -101,8 +100,8 @@ async def run(
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             compression=None,
             open_timeout=handshake.HANDSHAKE_S,
-            ping_interval=_PING_S,
-            ping_timeout=_PONG_S,
+            ping_interval=None,
+            create_connection=NodeSocket,
             max_size=MAX_MESSAGE_BYTES,
             max_queue=4,
         )
@@ -123,9 +122,10 @@ async def run(
 
 
 async def _beat(connections: Connections, node_side: NodeSide) -> None:
-    """Report that the gateway lives, and close connections whose keys were revoked."""
+    """Report that the gateway lives, and close connections that are dead, or whose keys were revoked."""
     while True:
         try:
+            node_side.drop_silent()
             result = await connections.beat()
             for connection in result.revoked:
                 node_side.close_soon(connection, handshake.CLOSE_REVOKED, "the node was revoked")

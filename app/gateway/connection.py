@@ -118,9 +118,7 @@ class NodeConnection:
         self._on_control = on_control
         self._exchanges: dict[int, Exchange] = {}
         self.is_lost = False
-        self.idle = asyncio.Event()
-        """No request is on its way."""
-        self.idle.set()
+        self._idle: asyncio.Event | None = None  # that `wait_idle` waits for
 
     @property
     def stream_count(self) -> int:
@@ -131,9 +129,11 @@ class NodeConnection:
         self._tunnel.send_control({"type": kind, **members})
         self._sender.wake()
 
-    async def send_messages(self) -> None:
-        """Send until it is canceled, or the WebSocket is closed."""
-        await self._sender.run()
+    async def wait_idle(self) -> None:
+        """Wait until no request is on its way."""
+        if self._exchanges:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
     async def request(self, head: Mapping[str, Any], body: AsyncIterator[bytes]) -> Exchange:
         """Send a request, and return its exchange when its body has left.  Raises NotSent.
@@ -146,7 +146,6 @@ class NodeConnection:
             raise TooManyStreams("too many requests are on their way to the node")
         exchange = Exchange(self, self._tunnel.open(dict(head)))
         self._exchanges[exchange.stream] = exchange
-        self.idle.clear()
         try:
             async for piece in body:
                 await self._send_piece(exchange, piece)
@@ -196,6 +195,7 @@ class NodeConnection:
     def lose(self) -> None:
         """End all requests, because the WebSocket is closed."""
         self.is_lost = True
+        self._sender.close()
         was_sent = {reset.stream: reset.was_sent for reset in self._tunnel.lose()}
         for exchange in list(self._exchanges.values()):
             # What a stream that the tunnel has forgotten asked for has left.
@@ -219,5 +219,5 @@ class NodeConnection:
     def _forget(self, exchange: Exchange) -> None:
         self._exchanges.pop(exchange.stream, None)
         exchange.can_send.set()
-        if not self._exchanges:
-            self.idle.set()
+        if not self._exchanges and self._idle is not None:
+            self._idle.set()

@@ -1,6 +1,7 @@
 """The side of the agents: the handshake of a connection, its control messages, and its end."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from slotkeeper.tunnel.handshake import Hello
 
 log = structlog.get_logger(__name__)
 
+SILENT_S = 45.0
+"""After as many seconds without a sign of its agent a connection is broken; agents send a ping each 20 s."""
 _MAX_UNVERIFIED, _MAX_UNVERIFIED_OF_ADDRESS = 200, 10
 _MAX_CONTROLS = 8  # of one connection that are handled at a time
 
@@ -32,6 +35,19 @@ class _Refused(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code, self.reason = code, reason
+
+
+class NodeSocket(ServerConnection):
+    """A WebSocket that knows when it received something last, also a ping.
+
+    Pings of agents show that both sides are there; those of a gateway would double what idle nodes cost it.
+    """
+
+    heard_s = float("inf")  # monotonic
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        super().data_received(data)
 
 
 class NodeSide:
@@ -50,13 +66,14 @@ class NodeSide:
     ) -> None:
         self._connections, self._hosts, self._max_nodes, self._ping = connections, hosts, max_nodes, ping
         self._unverified = Counter[str]()
-        self._sockets: dict[NodeConnection, ServerConnection] = {}
+        self._sockets: dict[NodeConnection, NodeSocket] = {}
         self._claiming = set[str]()  # nodes
         self._closing = set[asyncio.Task[None]]()
         self.is_stopping = False
 
     async def handle(self, websocket: ServerConnection) -> None:
-        """Serve one connection until it ends."""
+        """Serve one connection, a NodeSocket, until it ends."""
+        assert isinstance(websocket, NodeSocket)
         try:
             connection, node = await self._admit(websocket)
         except _Refused as refused:
@@ -85,13 +102,21 @@ class NodeSide:
         if websocket is not None:
             await websocket.close(code, reason)
 
+    def drop_silent(self) -> None:
+        """Break the connections whose agents send no pings any more."""
+        silent_since_s = time.monotonic() - SILENT_S
+        for connection, websocket in self._sockets.items():
+            if websocket.heard_s < silent_since_s:
+                log.warning("node_silent", node=connection.node)
+                websocket.transport.abort()
+
     async def stop(self, within_s: float) -> None:
         """Tell all agents to connect elsewhere, wait until their requests have ended, and close."""
         self.is_stopping = True
         connections = list(self._sockets)
         for connection in connections:
             connection.send_control("go_away")
-        waits = [asyncio.ensure_future(connection.idle.wait()) for connection in connections]
+        waits = [asyncio.ensure_future(connection.wait_idle()) for connection in connections]
         if waits:
             _, pending = await asyncio.wait(waits, timeout=within_s)
             for wait in pending:
@@ -102,7 +127,7 @@ class NodeSide:
 
     # -- the handshake ---------------------------------------------------------------------------------------
 
-    async def _admit(self, websocket: ServerConnection) -> tuple[NodeConnection, Node]:
+    async def _admit(self, websocket: NodeSocket) -> tuple[NodeConnection, Node]:
         """Verify an agent, and claim its node.  Raises _Refused, and what its parts raise."""
         address = str((websocket.remote_address or ("",))[0])
         if self.is_stopping or len(self._connections) >= self._max_nodes:
@@ -124,7 +149,7 @@ class NodeSide:
             raise
         return connection, node
 
-    async def _verify(self, websocket: ServerConnection) -> tuple[Hello, Node, Declaration]:
+    async def _verify(self, websocket: NodeSocket) -> tuple[Hello, Node, Declaration]:
         nonce = handshake.make_nonce()
         challenge = {"type": "challenge", "nonce": signatures.encode_bytes(nonce), "gateway": self._connections.name}
         await websocket.send(encode_json_frame(FrameType.CONTROL, 0, challenge))
@@ -176,7 +201,7 @@ class NodeSide:
         await asyncio.to_thread(self._connections.nodes.retire_older_keys, node.id, hello.key, now_ms())
 
     def _make_connection(
-        self, websocket: ServerConnection, hello: Hello, node: Node, declared_slots: int, number: int
+        self, websocket: NodeSocket, hello: Hello, node: Node, declared_slots: int, number: int
     ) -> NodeConnection:
         slots = min(declared_slots, node.grant.max_slots)
         controls = _Controls(self._connections, node)
@@ -188,9 +213,8 @@ class NodeSide:
 
     # -- a connection ----------------------------------------------------------------------------------------
 
-    async def _serve(self, websocket: ServerConnection, connection: NodeConnection) -> None:
+    async def _serve(self, websocket: NodeSocket, connection: NodeConnection) -> None:
         self._sockets[connection] = websocket
-        sender = asyncio.ensure_future(connection.send_messages())
         try:
             connection.send_control("welcome", connection=connection.number, declared=connection.digest)
             if self.is_stopping:
@@ -213,7 +237,6 @@ class NodeSide:
         except ConnectionClosed:
             pass
         finally:
-            sender.cancel()
             connection.lose()
             del self._sockets[connection]
             await self._connections.remove(connection)

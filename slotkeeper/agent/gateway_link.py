@@ -120,14 +120,13 @@ class GatewayLink:
             async with asyncio.timeout(handshake.HANDSHAKE_S):
                 await self._greet(websocket)
             self._sender = Sender(self._tunnel, websocket.send)
-            sending = asyncio.ensure_future(self._sender.run())
             try:
                 while True:
                     async with asyncio.timeout(None if self.is_ready.is_set() else _WELCOME_S):
                         message = await websocket.recv()
                     self._receive(message)
             finally:
-                sending.cancel()
+                self._sender.close()
                 self._end_all()
 
     def report_status(self) -> None:

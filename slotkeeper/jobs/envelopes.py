@@ -5,9 +5,11 @@ from typing import NamedTuple
 from sqlalchemy import select
 
 from slotkeeper.db import Database, Transaction
-from slotkeeper.db.schema import upsert
+from slotkeeper.db.compiled_sql import BulkInsert
 from slotkeeper.jobs.tables import envelopes
 from slotkeeper.jobs.values import SignedResult
+
+_INSERT = BulkInsert(envelopes)
 
 
 class StoredEnvelope(NamedTuple):
@@ -22,14 +24,15 @@ class StoredEnvelope(NamedTuple):
 
 def add_envelope(tx: Transaction, job_id: str, attempt: int, signed: SignedResult, at_ms: int) -> None:
     """Store the envelope of a result, in the transaction that completes the job."""
-    values = {
+    row = {
+        "job_id": job_id,
         "attempt": attempt,
         "node": signed.node,
         "key_id": signed.key_id,
         "text": signed.envelope,
         "at_ms": at_ms,
     }
-    upsert(tx.connection, envelopes, {"job_id": job_id}, values)
+    tx.insert(_INSERT, row)
 
 
 def find_envelope(database: Database, job_id: str) -> StoredEnvelope | None:

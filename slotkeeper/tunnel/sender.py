@@ -9,21 +9,32 @@ from slotkeeper.tunnel.streams import Tunnel
 class Sender:
     """Sends the messages of a tunnel one after the other, so that urgent frames pass waiting bodies.
 
-    send: sends one message, and returns when the transport has room for the next one.
+    It has a task only while there is something to send: a gateway has thousands of connections that are idle.
+    send: sends one message, and returns when the transport has room for the next one.  If it raises, nothing more is
+    sent: whoever reads from the connection learns that it has ended.
     """
 
     def __init__(self, tunnel: Tunnel, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._tunnel, self._send = tunnel, send
-        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def wake(self) -> None:
         """Send what the tunnel has by now.  For the event loop's thread."""
-        self._work.set()
+        if self._task is None and not self._is_closed:
+            self._task = asyncio.ensure_future(self._send_all())
 
-    async def run(self) -> None:
-        """Send until it is canceled.  Raises what `send` raises."""
-        while True:
-            await self._work.wait()
-            self._work.clear()
+    def close(self) -> None:
+        """Send nothing more."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _send_all(self) -> None:
+        try:
             while (message := self._tunnel.next_message()) is not None:
                 await self._send(message)
+        except Exception:
+            self._is_closed = True
+        finally:
+            self._task = None

@@ -1,27 +1,33 @@
 """Measure what nodes cost: python -m tools.benchmarks.node_costs [NODES] [SECONDS] [JOBS].
 
-First NODES (2000) idle nodes connect to one gateway, from two other processes: its memory and processor time.  Then one
-slot runs JOBS (300) jobs of no duration, as a server and as a node: the gap between two runs.  At last the gateway is
-killed and started again under the idle nodes.
+gap        one slot runs JOBS (300) jobs of no duration, as a server and as a node: the time between two runs
+busy       a server and a node with 200 slots run jobs of about 1 s for SECONDS (60): how much of their time the slots
+           are used, and what processor time a run costs the gateway
+large      a node returns a result of 60 MiB: how long that takes, the memory of the gateway, and how fast it answers
+           for the node's health meanwhile
+idle       NODES (2000) nodes connect from two other processes: memory and processor time of the gateway, and how long
+           they take to come back when it was killed
 """
 
 import asyncio
 import json
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import requests
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import WebSocketException
 from websockets.typing import Subprotocol
 
 from app.up.ports import free_port
@@ -35,8 +41,11 @@ from tools.cluster.stack import Process, Stack, eventually, listens
 _PROCESSES = 2
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 _DECLARATION = '{"models":{"bench":{}},"slots":1,"labels":{}}'
-_TOKENS_AT_ONCE = 1000
-_FUNCTION = "tools.drill.node_model:work"
+_TOKENS_AT_ONCE = _JOBS_AT_ONCE = 1000
+_BIND = "SLOTKEEPER_GATEWAY_BIND"
+_FUNCTION, _LARGE_FUNCTION = "tools.drill.node_model:work", "tools.benchmarks.node_costs:return_much"
+_BUSY_SLOTS = 200
+_LARGE_BYTES = 60 << 20  # A result may have 64 MiB with all that belongs to it.
 
 
 def _memory_kib(pid: int) -> int:
@@ -50,7 +59,8 @@ def _processor_s(pid: int) -> float:
 
 
 def _start_gateway(stack: Stack, port: int, name: str) -> Process:
-    stack.env |= {"SLOTKEEPER_NODE_PORT": str(port), "SLOTKEEPER_NODE_MAX": "100000"}
+    workers = f"127.0.0.1:{free_port()}"
+    stack.env |= {"SLOTKEEPER_NODE_PORT": str(port), "SLOTKEEPER_NODE_MAX": "100000", _BIND: workers}
     process = stack.start(name, [sys.executable, "-P", "-m", "app.gateway"])
     process.source(lambda: listens(port), "it listens")
     return process
@@ -85,7 +95,7 @@ async def _stay(node: str, pem: bytes, port: int, connected: Any) -> None:
 
     key: Any = load_pem_private_key(pem, None)
     while True:
-        with suppress(OSError, TimeoutError, ConnectionClosed):
+        with suppress(OSError, TimeoutError, WebSocketException):
             async with connect(
                 f"ws://127.0.0.1:{port}",
                 subprotocols=[Subprotocol(SUBPROTOCOL)],
@@ -129,7 +139,7 @@ def _be_agents(nodes: list[tuple[str, bytes]], port: int, connected: Any) -> Non
     asyncio.run(run())
 
 
-def _measure_idle(count: int, seconds: float) -> None:
+def _measure_idle(count: int, seconds: int) -> None:
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         stack.web()
         port, connected = free_port(), multiprocessing.Value("i", 0)
@@ -168,45 +178,113 @@ def _gaps_ms(journal: Path) -> list[float]:
     return [(later[0] - earlier[1]) / 1e6 for earlier, later in pairwise(runs)]
 
 
-def _measure_gap(jobs: int, *, is_node: bool) -> None:
+def return_much(payload: dict[str, Any], context: Any) -> str:
+    """Return a result of 60 MiB."""
+    del payload, context
+    return "x" * _LARGE_BYTES
+
+
+@contextmanager
+def _installation(slots: int, *, is_node: bool = True, function: str = _FUNCTION) -> Iterator[tuple[Stack, Process]]:
+    """Start an installation with one server or node, whose model is paused; and its gateway, or the web process."""
     with tempfile.TemporaryDirectory() as home, Stack(Path(home)) as stack:
         stack.maintenance("maintenance", "--embedded-beat")
-        stack.worker(level="warning")
-        stack.web()
-        journal, port, gateway = Path(home) / "journal", free_port(), None
+        stack.worker(threads=_BUSY_SLOTS, level="warning")
+        web = stack.web()
+        journal = _journal_of(stack)
         stack.env |= {"SLOTKEEPER_DRILL_JOURNAL": str(journal), "SLOTKEEPER_DRILL_STARTS": f"{journal}.starts"}
         config = {"node_pools": ["bench"], "poll_interval": 0.2}
         requests.put(f"{stack.url}/admin/model-configs/bench", json=config, timeout=30).raise_for_status()
-        payload = {"model": "bench", "payload": {"seconds": 0, "number": 1}}
         if is_node:
-            gateway = _start_gateway(stack, port, "gateway")
-            _start_agent(stack, Path(home) / "agent", port)
+            port = free_port()
+            process = _start_gateway(stack, port, "gateway")
+            _start_agent(stack, Path(home) / "agent", port, slots, function)
         else:
-            server = stack.server("bench-server", 1, function=_FUNCTION)
-            body = {"model": "bench", "server": "bench-server", "endpoint": server.endpoint, "slots": 1}
+            process, server = web, stack.server("bench-server", slots, function=function)
+            body = {"model": "bench", "server": "bench-server", "endpoint": server.endpoint, "slots": slots}
             requests.post(f"{stack.url}/admin/register", json=body, timeout=30).raise_for_status()
-        requests.patch(f"{stack.url}/admin/models/bench", json={"state": "paused"}, timeout=30).raise_for_status()
-        for _ in range(jobs):
-            requests.post(f"{stack.url}/queue/submit", json=payload, timeout=30).raise_for_status()
-        used_s = 0.0 if gateway is None else _processor_s(gateway.popen.pid)
-        requests.patch(f"{stack.url}/admin/models/bench", json={"state": "online"}, timeout=30).raise_for_status()
-        eventually(
-            lambda: journal.exists() and len(journal.read_text().splitlines()) >= jobs, "all jobs have run", 300, 0.2
-        )
-        gaps = _gaps_ms(journal)[jobs // 10 :]
+        _set_state(stack, "paused")
+        yield stack, process
+
+
+def _journal_of(stack: Stack) -> Path:
+    return stack.home / "journal"
+
+
+def _set_state(stack: Stack, state: str) -> None:
+    requests.patch(f"{stack.url}/admin/models/bench", json={"state": state}, timeout=30).raise_for_status()
+
+
+def _submit(stack: Stack, jobs: int, longest_s: float) -> None:
+    """Submit jobs that take 0.6 to 1 times as long: runs that all end at once would wait for one another."""
+    chance = random.Random(1)
+    for first in range(0, jobs, _JOBS_AT_ONCE):
+        seconds = [longest_s * chance.uniform(0.6, 1) for _ in range(min(_JOBS_AT_ONCE, jobs - first))]
+        many = [{"model": "bench", "payload": {"seconds": each, "number": 1}} for each in seconds]
+        requests.post(f"{stack.url}/queue/submit-batch", json=many, timeout=30).raise_for_status()
+
+
+def _run_all(stack: Stack, gateway: Process, jobs: int) -> float:
+    """Let all jobs run, and return what processor time of the gateway a run has cost, in ms."""
+    journal, used_s = _journal_of(stack), _processor_s(gateway.popen.pid)
+    _set_state(stack, "online")
+    eventually(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= jobs, "all jobs have run", 300, 0.2)
+    return (_processor_s(gateway.popen.pid) - used_s) / jobs * 1000
+
+
+def _measure_gap(jobs: int, *, is_node: bool) -> None:
+    with _installation(1, is_node=is_node) as (stack, process):
+        _submit(stack, jobs, 0)
+        spent_ms = _run_all(stack, process, jobs)
+        gaps = _gaps_ms(_journal_of(stack))[jobs // 10 :]
         what = "a node" if is_node else "a server"
         quantiles = statistics.quantiles(gaps, n=100)
         print_line(f"gap between two runs of {what}: p50 {quantiles[49]:.1f} ms, p99 {quantiles[98]:.1f} ms")
-        if gateway is not None:
-            spent_ms = (_processor_s(gateway.popen.pid) - used_s) / jobs * 1000
-            print_line(f"processor time of the gateway for a run: {spent_ms:.2f} ms")
+        if is_node:
+            print_line(f"processor time of the gateway for a run, one slot: {spent_ms:.2f} ms")
 
 
-def _start_agent(stack: Stack, folder: Path, port: int) -> None:
+def _measure_busy(seconds: int, *, is_node: bool) -> None:
+    with _installation(_BUSY_SLOTS, is_node=is_node) as (stack, process):
+        jobs = _BUSY_SLOTS * seconds
+        _submit(stack, jobs, 1.25)
+        spent_ms = _run_all(stack, process, jobs)
+        runs = [json.loads(line) for line in _journal_of(stack).read_text().splitlines()]
+        from_ns = sorted(run["started_ns"] for run in runs)[_BUSY_SLOTS]  # All slots have had a first run.
+        until_ns = max(run["started_ns"] for run in runs)  # Afterwards no job waits.
+        used_ns = sum(max(0, min(run["ended_ns"], until_ns) - max(run["started_ns"], from_ns)) for run in runs)
+        use, what = used_ns / (_BUSY_SLOTS * (until_ns - from_ns)), "a node" if is_node else "a server"
+        print_line(f"use of {_BUSY_SLOTS} slots of {what}, runs of about 1 s: {use:.3f}")
+        if is_node:
+            print_line(f"processor time of the gateway for a run, {_BUSY_SLOTS} slots: {spent_ms:.2f} ms")
+
+
+def _measure_large() -> None:
+    with _installation(2, function=_LARGE_FUNCTION) as (stack, gateway):
+        job = requests.post(f"{stack.url}/queue/submit", json={"model": "bench", "payload": {}}, timeout=30).json()
+        before, slowest_s, most_kib = _memory_kib(gateway.popen.pid), 0.0, 0
+        node = requests.get(f"{stack.url}/nodes/bench-node", timeout=30).json()["id"]
+        secret = stack.run_with_input("from tasks.security.keyring import gateway_keys as k; print(k()[0])", "")
+        key, address = {"Authorization": f"Bearer {secret.strip()}"}, f"http://{stack.env[_BIND]}"
+        _set_state(stack, "online")
+        began_s, state = time.monotonic(), "queued"
+        while state not in ("completed", "dead", "failed"):
+            asked_s = time.monotonic()
+            requests.get(f"{address}/n/{node}/0/health", headers=key, timeout=30).raise_for_status()
+            slowest_s = max(slowest_s, time.monotonic() - asked_s)
+            most_kib = max(most_kib, _memory_kib(gateway.popen.pid))
+            state = requests.get(f"{stack.url}/queue/jobs/{job['job_id']}", timeout=30).json()["status"]
+        took_s = time.monotonic() - began_s
+        print_line(f"a result of 60 MiB, {state}: {took_s:.1f} s, gateway {(most_kib - before) / 1024:+.1f} MiB")
+        print_line(f"the node's health meanwhile: at most {slowest_s * 1000:.0f} ms")
+
+
+def _start_agent(stack: Stack, folder: Path, port: int, slots: int, function: str) -> None:
     folder.mkdir()
-    lines = [f'gateway = "ws://127.0.0.1:{port}"', "[models.bench]", f'function = "{_FUNCTION}"']
+    lines = [f'gateway = "ws://127.0.0.1:{port}"', f"slots = {slots}", "[models.bench]", f'function = "{function}"']
     (folder / "agent.toml").write_text("\n".join(lines))
-    token = requests.post(f"{stack.url}/nodes/tokens", json={"pool": "bench"}, timeout=30).json()["token"]
+    body = {"pool": "bench", "max_slots": slots}
+    token = requests.post(f"{stack.url}/nodes/tokens", json=body, timeout=30).json()["token"]
     agent = [sys.executable, "-P", "-m", "slotkeeper.agent"]
     config = ["--config", str(folder / "agent.toml")]
     stack.run([*agent, "enroll", stack.url, "--name", "bench-node", "--token", token, *config])
@@ -219,10 +297,13 @@ def _serves(stack: Stack) -> bool:
     return bool(node["state"] == "connected" and node["models"])
 
 
-def main(count: int, seconds: float, jobs: int) -> None:
+def main(count: int, seconds: int, jobs: int) -> None:
     """Measure all, and print a line for each figure."""
     for is_node in (False, True, False, True):
         _measure_gap(jobs, is_node=is_node)
+    for is_node in (False, True):
+        _measure_busy(seconds, is_node=is_node)
+    _measure_large()
     _measure_idle(count, seconds)
 
 

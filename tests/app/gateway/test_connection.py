@@ -29,7 +29,6 @@ class Agent:
         self.wire.set()
         self.controls = list[dict[str, Any]]()
         self.connection = NodeConnection("n1", 1, "i1", slots, self._take, self.controls.append)
-        self._sending = asyncio.ensure_future(self.connection.send_messages())
 
     async def _take(self, message: bytes) -> None:
         await self.wire.wait()
@@ -74,7 +73,7 @@ def test_a_response_is_passed_on_whole() -> None:
         head = await exchange.head()
         assert (head.status, head.headers["content-type"]) == (201, "application/json")
         assert [piece async for piece in exchange.read()] == [(b"yes", True)]
-        assert agent.connection.idle.is_set()
+        await agent.connection.wait_idle()
 
     _run(test)
 

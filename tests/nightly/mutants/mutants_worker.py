@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         "the end of a job is announced before it is on the disk",
         "tasks.worker.event_loop:CommitQueue._commit_pending",
-        swap("results is not None and not any(write.durable for write in writes)", "results is not None"),
+        swap("each.is_committed and not each.write.durable", "each.is_committed"),
         kills=["test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it"],
         breaks="JOB-1",
     ),

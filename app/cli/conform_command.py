@@ -1,9 +1,11 @@
 """The command `slotkeeper conform`."""
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("url", required=False)
-@click.option("--mode", type=click.Choice(("sync", "async")), help="How the server answers.  [default: detected]")
+@click.option("--node", metavar="NAME", help="Check a node, through its gateway, from a machine of the installation.")
+@click.option("--model", default="gated", show_default=True, help="The model of the node that wraps the test model.")
+@click.option(
+    "--mode", type=click.Choice(("sync", "async", "stream")), help="How the server answers.  [default: detected]"
+)
 @click.option("--endpoint", default="/generate", show_default=True, help="Path of the model.")
 @click.option(
     "--direct-queue", default=10, show_default=True, type=click.IntRange(0, 1000), help="Direct calls that may wait."
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 @json_option
 def conform(
     url: str | None,
+    node: str | None,
+    model: str,
     mode: str | None,
     endpoint: str,
     direct_queue: int,
@@ -54,13 +62,20 @@ def conform(
     \b
     slotkeeper serve slotkeeper.serve.gated:model --slots 2 --port 9001
     slotkeeper conform http://127.0.0.1:9001
+    slotkeeper conform --node attic
     """
-    from slotkeeper.conform.check_context import ServerUnderTest
     from slotkeeper.conform.check_runner import CannotTest
     from slotkeeper.conform.check_runner import conform as run_checks
 
-    names = _check_names(only)
-    with _server_under_test(url, mode, endpoint, direct_queue, frozenset(without), restart, ServerUnderTest) as server:
+    if url is not None and node is not None:
+        raise click.UsageError("Give a URL or --node.")
+    names, run_restart = _check_names(only), partial(_run_command, restart) if restart else None
+    started = (
+        _started_reference(mode)
+        if url is None and node is None
+        else nullcontext(_find_server(url, node, model, mode, endpoint, direct_queue, frozenset(without), run_restart))
+    )
+    with started as server:
         try:
             results = []
             for result in run_checks(server, lambda check: not names or check.name in names, gate_host):
@@ -84,29 +99,56 @@ def _check_names(only: tuple[str, ...]) -> frozenset[str]:
 
 
 @contextmanager
-def _server_under_test(
+def _started_reference(mode: str | None) -> "Iterator[ServerUnderTest]":
+    """Start the reference server, and yield it."""
+    from slotkeeper.conform.reference import GATED, started
+
+    with started(GATED, "--slots", "2", *(["--async"] if mode == "async" else [])) as process:
+        yield process.served
+
+
+def _find_server(
     url: str | None,
+    node: str | None,
+    model: str,
     mode: str | None,
     endpoint: str,
     direct_queue: int,
     without: frozenset[str],
-    restart: str | None,
-    server_type: "type[ServerUnderTest]",
-) -> "Iterator[ServerUnderTest]":
-    """Yield the server at the URL; without a URL, start the reference server and yield it."""
-    if url is None:
-        from slotkeeper.conform.reference import GATED, started
+    restart: Callable[[], None] | None,
+) -> "ServerUnderTest":
+    """Return the server at the URL, or the node through its gateway.  Raises as _address_of_node."""
+    from slotkeeper.conform.check_context import ServerUnderTest
 
-        with started(GATED, "--slots", "2", *(["--async"] if mode == "async" else [])) as process:
-            yield process.served
-        return
+    headers: dict[str, str] = {}
+    if node is not None:  # It takes jobs of the dispatcher alone, and answers with a stream.
+        url, headers = _address_of_node(node)
+        headers["X-Model"] = model
+        mode, endpoint, without = "stream", "/run", without | {"direct"}
+    return ServerUnderTest((url or "").rstrip("/"), mode or "", endpoint, direct_queue, without, restart, headers)
 
-    def run_restart_command() -> None:
-        subprocess.run(restart or "", shell=True, check=False, stdout=sys.stderr)
 
-    yield server_type(
-        url.rstrip("/"), mode or "", endpoint, direct_queue, without, run_restart_command if restart else None
-    )
+def _address_of_node(name: str) -> tuple[str, dict[str, str]]:
+    """Return the URL of a node at its gateway, and the headers with which that is used.
+
+    Raises NotFound: there is no such node; ClickException: it is not connected.
+    """
+    from migrations.migrate import check
+    from tasks.node_addresses import node_addresses
+    from tasks.security.keyring import gateway_keys
+    from tasks.services import database, nodes
+
+    if problem := check(database().url):
+        raise click.ClickException(problem)
+    node = nodes().get(name)
+    gateway = asyncio.run(node_addresses().resolve(node.id))
+    if gateway is None or not gateway.number:
+        raise click.ClickException(f"Node {name!r} is not connected: start its agent with `slotkeeper agent run`.")
+    return f"{gateway.endpoint.url}/n/{node.id}/0", {"Authorization": f"Bearer {gateway_keys()[0]}"}
+
+
+def _run_command(command: str) -> None:
+    subprocess.run(command, shell=True, check=False, stdout=sys.stderr)
 
 
 def _report(results: "list[CheckResult]", as_json: bool) -> None:

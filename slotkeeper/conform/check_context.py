@@ -1,12 +1,15 @@
 """The objects that a check uses: the server under test, the gate, and the runs that wait at it."""
 
+import http.client
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
+import orjson
 import requests
 
 from slotkeeper.conform.gate import Gate, HeldRun
@@ -51,12 +54,25 @@ def a_job_id() -> str:
     return f"job-{time.time_ns():x}-{next(_numbers)}"
 
 
+def is_stream(answer: requests.Response) -> bool:
+    """Return whether a call was answered with server-sent events."""
+    return answer.headers.get("Content-Type", "").startswith("text/event-stream")
+
+
+def last_event(answer: requests.Response) -> dict[str, Any]:
+    """Return the last event of a stream that has ended, which describes the end of the run."""
+    data = [line[6:] for line in answer.content.splitlines() if line.startswith(b"data: ")]
+    require(data, "the stream has no event")
+    found: dict[str, Any] = orjson.loads(data[-1])
+    return found
+
+
 @dataclass
 class ServerUnderTest:
     """The server under test and its properties; the methods send requests to it.
 
-    `mode` is sync or async.  `without` contains the ABILITIES that the server lacks.  `restart` kills the server and
-    starts it again; None if the test cannot do this.
+    `mode` is sync, async or stream.  `headers` are sent with each request.  `without` contains the ABILITIES that the
+    server lacks.  `restart` kills the server and starts it again; None if the test cannot do this.
     """
 
     url: str
@@ -65,6 +81,7 @@ class ServerUnderTest:
     max_direct_queue: int = 10
     without: frozenset[str] = frozenset()
     restart: Callable[[], None] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=64))
 
     def needs(self, ability: str) -> None:
@@ -77,16 +94,16 @@ class ServerUnderTest:
         """The number of slots according to /health."""
         return int(self.health()["slots"])
 
-    def health(self) -> dict[str, Any]:
+    def health(self, timeout_s: float = 5) -> dict[str, Any]:
         """Return the body of /health.  Raises ProtocolViolation unless the HTTP status is 200."""
-        answer = requests.get(f"{self.url}/health", timeout=5)
+        answer = self._send("GET", "/health", timeout=timeout_s)
         require_equal(answer.status_code, 200, "the status of /health")
         found: dict[str, Any] = answer.json()
         return found
 
     def generate(self, payload: dict[str, Any] | None = None, **headers: str) -> requests.Response:
         """Send a call with these headers; without X-Source it is a direct call."""
-        return requests.post(f"{self.url}{self.endpoint}", json=payload or {}, headers=headers, timeout=30)
+        return self._send("POST", self.endpoint, timeout=30, json=payload or {}, headers=headers)
 
     def dispatch(
         self, payload: dict[str, Any] | None = None, job: str = "", attempt: int = 1, key: str = "", **more: str
@@ -99,14 +116,13 @@ class ServerUnderTest:
 
     def post(self, body: bytes) -> requests.Response:
         """Send dispatcher traffic with exactly these bytes as the body."""
-        headers = {"X-Source": "dispatcher"}
-        return requests.post(f"{self.url}{self.endpoint}", data=body, headers=headers, timeout=5)
+        return self._send("POST", self.endpoint, data=body, headers={"X-Source": "dispatcher"})
 
     def status(self, job_id: str) -> requests.Response:
-        return requests.get(f"{self.url}/status/{job_id}", timeout=5)
+        return self._send("GET", f"/status/{job_id}")
 
     def cancel(self, job_id: str) -> requests.Response:
-        return requests.post(f"{self.url}/cancel/{job_id}", timeout=5)
+        return self._send("POST", f"/cancel/{job_id}")
 
     def word(self, job_id: str) -> str:
         """Return the field `status` of /status."""
@@ -124,13 +140,30 @@ class ServerUnderTest:
 
         Waits for the end if necessary.  `status` is completed, failed or canceled, also if the server uses a synonym.
         """
-        return self.outcome_of(answer.json())
+        return self.outcome_of(last_event(answer) if is_stream(answer) else answer.json())
 
     def outcome_of(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the same as `outcome`, from the body of the response."""
         if body["status"] not in ENDED:
             body = self.ended(body["job_id"])
         return body | {"status": ENDED[body["status"]]}
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Return a connection that is kept between calls; `begin_request` sends one."""
+        parts = urlsplit(self.url)
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
+
+    def begin_request(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: str = "", **headers: str
+    ) -> None:
+        """Send a request over a connection."""
+        connection.request(method, f"{urlsplit(self.url).path}{path}", body or None, {**self.headers, **headers})
+
+    def _send(
+        self, method: str, path: str, *, timeout: float = 5, headers: Mapping[str, str] | None = None, **body: Any
+    ) -> requests.Response:
+        given = {**self.headers, **(headers or {})}
+        return requests.request(method, f"{self.url}{path}", headers=given, timeout=timeout, **body)
 
     def is_idle(self) -> bool:
         """Return True if no run is processing and no direct call waits."""

@@ -7,7 +7,14 @@ from enum import StrEnum
 
 import requests
 
-from slotkeeper.conform.check_context import CheckContext, ProtocolViolation, ServerUnderTest, Skipped, wait_until
+from slotkeeper.conform.check_context import (
+    CheckContext,
+    ProtocolViolation,
+    ServerUnderTest,
+    Skipped,
+    is_stream,
+    wait_until,
+)
 from slotkeeper.conform.gate import Gate
 from slotkeeper.conform.protocol_checks import CHECKS, Check
 
@@ -81,6 +88,9 @@ def check_preconditions(served: ServerUnderTest, host: str = "127.0.0.1") -> Non
 
 
 def _detect_mode(served: ServerUnderTest) -> str:
-    body = served.dispatch({"prompt": "a cat"}).json()
+    answer = served.dispatch({"prompt": "a cat"})
+    if is_stream(answer):
+        return "stream"
+    body = answer.json()
     served.outcome_of(body)  # the server must be idle again
     return "async" if "job_id" in body and "result" not in body else "sync"

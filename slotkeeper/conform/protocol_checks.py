@@ -4,18 +4,25 @@ To add a check, write a function in this file, and put its name behind the claus
 A test compares the file and the page.
 """
 
-import http.client
 import json
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 import requests
 
-from slotkeeper.conform.check_context import CheckContext, Skipped, a_job_id, require, require_equal, wait_until
+from slotkeeper.conform.check_context import (
+    CheckContext,
+    Skipped,
+    a_job_id,
+    is_stream,
+    last_event,
+    require,
+    require_equal,
+    wait_until,
+)
 
 Level = Literal["MUST", "SHOULD"]
 
@@ -63,8 +70,13 @@ def result_of_the_function(context: CheckContext) -> None:
 
 @check("Answers")
 def first_answer_of_the_mode(context: CheckContext) -> None:
-    """The first answer is that of the mode: sync the result, async an id."""
-    body = context.served.dispatch({"prompt": "a cat"}).json()
+    """The first answer is that of the mode: sync the result, async an id, stream events with the result in the last."""
+    answer = context.served.dispatch({"prompt": "a cat"})
+    if context.served.mode == "stream":
+        require(is_stream(answer), "the answer is no text/event-stream")
+        require_equal(last_event(answer)["status"], "completed", "the word of the last event")
+        return
+    body = answer.json()
     if context.served.mode == "sync":
         require_equal(body, {"status": "success", "result": {"echo": {"prompt": "a cat"}}}, "the answer")
     else:
@@ -147,12 +159,14 @@ def slot_serves_again(context: CheckContext) -> None:
 @check("Who gets a slot")
 def direct_call_runs_at_once(context: CheckContext) -> None:
     """A direct call runs at once when a slot is free."""
+    context.served.needs("direct")
     require_equal(context.begin_direct().finish()["status"], "completed", "its end")
 
 
 @check("Who gets a slot")
 def direct_call_waits(context: CheckContext) -> None:
     """A direct call to a full server waits, and its answer has its position."""
+    context.served.needs("direct")
     context.fill()
     answers = [context.served.generate(context.payload()) for _ in range(2)]
     require_equal([answer.status_code for answer in answers], [200, 200], "the status of both answers")
@@ -164,6 +178,7 @@ def direct_call_waits(context: CheckContext) -> None:
 @check("Who gets a slot")
 def direct_queue_is_bounded(context: CheckContext) -> None:
     """At most so many direct calls wait; the next is refused."""
+    context.served.needs("direct")
     context.fill()
     for _ in range(context.served.max_direct_queue):
         context.queue()
@@ -175,6 +190,7 @@ def direct_queue_is_bounded(context: CheckContext) -> None:
 @check("Who gets a slot")
 def direct_calls_in_order(context: CheckContext) -> None:
     """Direct calls run in the order in which they came."""
+    context.served.needs("direct")
     running = context.fill()
     names = ("first", "second", "third")
     waiting = [context.queue(name) for name in names]
@@ -189,6 +205,7 @@ def direct_calls_in_order(context: CheckContext) -> None:
 @check("Who gets a slot")
 def direct_queue_first(context: CheckContext) -> None:
     """The direct queue drains before dispatcher traffic gets a slot, at every moment until its last call has begun."""
+    context.served.needs("direct")
     running = context.fill()
     waiting = [context.queue(name) for name in ("first", "second")]
     running[0].finish()
@@ -257,6 +274,7 @@ def health_names_what_runs(context: CheckContext) -> None:
 @check("Health")
 def health_counts_none_that_waits(context: CheckContext) -> None:
     """Health counts no job that only waits."""
+    context.served.needs("direct")
     runs = context.fill()
     job_id = context.queue()
     now = context.served.health()
@@ -268,10 +286,10 @@ def health_counts_none_that_waits(context: CheckContext) -> None:
 def health_answers_when_full(context: CheckContext) -> None:
     """Health answers within a second while every slot runs and calls wait."""
     context.fill()
-    for _ in range(context.served.max_direct_queue):
+    for _ in range(context.served.max_direct_queue if "direct" not in context.served.without else 0):
         context.queue()
     for _ in range(20):
-        require_equal(requests.get(f"{context.served.url}/health", timeout=1).status_code, 200, "the status of /health")
+        context.served.health(timeout_s=1)
 
 
 @check("Health")
@@ -286,10 +304,9 @@ def gone_when_its_end_is_known(context: CheckContext) -> None:
 @check("Health")
 def caller_that_hangs_up(context: CheckContext) -> None:
     """A run is counted until it has really ended, also when its caller has gone; then its slot comes back."""
-    parts = urlsplit(context.served.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
+    served, connection = context.served, context.served.connect()
     headers = {"X-Source": "dispatcher", "X-Job-Id": a_job_id(), "X-Attempt": "1"}
-    connection.request("POST", context.served.endpoint, json.dumps(context.payload()), headers)
+    served.begin_request(connection, "POST", served.endpoint, json.dumps(context.payload()), **headers)
     held = context.gate.arrival()
     connection.close()
     require(context.served.health()["active_jobs"] <= 1, "more runs are counted than there are")
@@ -312,6 +329,7 @@ def cancel_of_an_unknown_id(context: CheckContext) -> None:
 def cancel_of_what_waits(context: CheckContext) -> None:
     """A direct call that waits is dropped by a cancel."""
     context.served.needs("cancel")
+    context.served.needs("direct")
     running = context.fill()
     first, second = context.queue("first"), context.queue("second")
     require_equal(context.served.cancel(first).json()["status"], "canceled", "the answer")
@@ -445,13 +463,12 @@ def restart_forgets_what_ran(context: CheckContext) -> None:
 @check("Connections", "SHOULD")
 def connection_serves_many_calls(context: CheckContext) -> None:
     """A connection serves many calls without delay (an answer in two packets without TCP_NODELAY costs 40 ms)."""
-    parts = urlsplit(context.served.url)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)) as connection:
-        connection.request("GET", "/health")
+    with closing(context.served.connect()) as connection:
+        context.served.begin_request(connection, "GET", "/health")
         connection.getresponse().read()
         sock, started = connection.sock, time.monotonic()
         for _ in range(50):
-            connection.request("GET", "/health")
+            context.served.begin_request(connection, "GET", "/health")
             json.loads(connection.getresponse().read())
             require(connection.sock is sock, "it was closed")
         took_s = time.monotonic() - started

@@ -29,7 +29,8 @@ def words(command: str | list[str]) -> list[str]:
     return [Path(parts[0]).name, *parts[1:]]
 
 
-EXPECTED = {role: words(command) for role, command in read_procfile().items()}
+GATEWAY = {"gateway": ["python", "-P", "-m", "app.gateway"]}  # `slotkeeper up` starts it only with a port.
+EXPECTED = {role: words(command) for role, command in read_procfile().items()} | GATEWAY
 
 
 def composed() -> dict[str, Any]:
@@ -38,7 +39,8 @@ def composed() -> dict[str, Any]:
 
 
 def manifests(*kinds: str) -> list[dict[str, Any]]:
-    found = yaml.safe_load_all((DEPLOY / "kubernetes/slotkeeper.yaml").read_text("utf-8"))
+    files = [(DEPLOY / f"kubernetes/{name}.yaml").read_text("utf-8") for name in ("slotkeeper", "gateway")]
+    found = [manifest for file in files for manifest in yaml.safe_load_all(file)]
     return [manifest for manifest in found if manifest["kind"] in kinds]
 
 
@@ -68,7 +70,8 @@ def test_a_pod_has_no_right_that_it_does_not_need(name: str) -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/var/lib/slotkeeper", "/tmp"}
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/var/lib/slotkeeper", "/tmp"}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
@@ -93,11 +96,14 @@ def test_the_image_runs_as_the_user_of_the_pods() -> None:
     assert any(f"useradd --uid {user} " in line for line in lines)
 
 
-def test_only_the_port_of_the_api_is_open_in_a_cluster() -> None:
+def test_only_the_ports_of_the_api_and_of_agents_are_open_in_a_cluster() -> None:
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in manifests("NetworkPolicy")}
     assert policies["slotkeeper"] == {"podSelector": {"matchLabels": {"app": "slotkeeper"}}, "policyTypes": ["Ingress"]}
     assert policies["slotkeeper-web"]["ingress"] == [{"ports": [{"port": "http"}]}]
     assert policies["slotkeeper-web"]["podSelector"]["matchLabels"]["role"] == "web"
+    agents, workers = policies["slotkeeper-gateway"]["ingress"]
+    assert agents == {"ports": [{"port": "agents"}]}
+    assert workers["from"] == [{"podSelector": {"matchLabels": {"app": "slotkeeper"}}}]
     labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in manifests("Deployment", "Job")]
     assert {label["app"] for label in labels} == {"slotkeeper"}
 
@@ -182,6 +188,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for unit in tmp_path.glob("*.service"):
         text = unit.read_text("utf-8").replace("/opt/slotkeeper/.venv/bin", str(Path(sys.executable).parent))
         unit.write_text(text, "utf-8")
+    agent = (DEPLOY / "agent/slotkeeper-agent.service").read_text("utf-8")
+    (tmp_path / "agent.service").write_text(
+        agent.replace("/opt/slotkeeper/.venv/bin", str(Path(sys.executable).parent))
+    )
     units = [str(unit) for unit in (*tmp_path.glob("*.service"), *tmp_path.glob("*.target"))]
     done = subprocess.run(
         ["systemd-analyze", "verify", *units], env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True

@@ -276,7 +276,11 @@ def _measure_large() -> None:
             state = requests.get(f"{stack.url}/queue/jobs/{job['job_id']}", timeout=30).json()["status"]
         took_s = time.monotonic() - began_s
         print_line(f"a result of 60 MiB, {state}: {took_s:.1f} s, gateway {(most_kib - before) / 1024:+.1f} MiB")
-        print_line(f"the node's health meanwhile: at most {slowest_s * 1000:.0f} ms")
+        began_s = time.monotonic()
+        status = requests.get(f"{address}/n/{node}/0/status/{job['job_id']}-1", headers=key, timeout=60)
+        rate = len(status.content) / (1 << 20) / (time.monotonic() - began_s)
+        print_line(f"the same bytes from the node through the tunnel alone: {rate:.0f} MiB/s")
+        print_line(f"the node's health during the run: at most {slowest_s * 1000:.0f} ms")
 
 
 def _start_agent(stack: Stack, folder: Path, port: int, slots: int, function: str) -> None:

@@ -41,7 +41,7 @@ from slotkeeper.errors import NotFound
 from slotkeeper.registry import catalog_removal
 from slotkeeper.registry.identity import Scope
 from slotkeeper.registry.model_config import INSTALLATION, Defaults
-from slotkeeper.registry.snapshot import Model
+from slotkeeper.registry.snapshot import CatalogSnapshot, Model
 from slotkeeper.registry.values import AdminState
 from tasks.servers import Description
 from tasks.services import catalog, database
@@ -58,7 +58,10 @@ def list_models() -> dict[str, Any]:
     with suppress(RedisError):
         counts = queue_counts(snapshot.fleets())
     models = sorted(snapshot.models.values(), key=lambda model: model.name)
-    views = [model_schemas.model_view(model, snapshot, counts.get(model.fleet)) for model in models]
+    views = [
+        model_schemas.model_view(model, snapshot, _count_slots(snapshot, model), counts.get(model.fleet))
+        for model in models
+    ]
     return ModelList.build(models=views)
 
 
@@ -75,7 +78,7 @@ def get_model(path: ModelPath) -> dict[str, Any]:
     snapshot = dispatcher().catalog.get()
     if snapshot.is_being_removed(model.name):
         remaining = catalog_removal.count_active_jobs(database(), model.name)
-    return model_schemas.model_detail(model, snapshot, load, remaining)
+    return model_schemas.model_detail(model, snapshot, _count_slots(snapshot, model), load, remaining)
 
 
 @api.patch("/models/<path:model>", responses={200: ModelView, **problem_responses(400, 404, 413, 415, 422)})
@@ -161,7 +164,12 @@ def _model_response(model: Model) -> dict[str, Any]:
     counts = None
     with suppress(RedisError):
         counts = queue_counts([model.fleet]).get(model.fleet)
-    return model_schemas.model_view(model, dispatcher().catalog.get(), counts)
+    snapshot = dispatcher().catalog.get()
+    return model_schemas.model_view(model, snapshot, _count_slots(snapshot, model), counts)
+
+
+def _count_slots(snapshot: CatalogSnapshot, model: Model) -> int:
+    return dispatcher().queues.count_slots(snapshot, model.name)
 
 
 def _configure(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

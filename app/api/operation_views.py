@@ -84,7 +84,7 @@ def stats(path: ModelPath) -> dict[str, Any]:
     queued, running = gauges.count_model_work(database, model.name, count_queued=counts is None)
     if counts is not None:
         queued = counts.waiting.get(model.name, 0)
-    slots = catalog.count_slots(model.name)
+    slots = dispatcher().queues.count_slots(catalog, model.name)
     return ModelStats.build(model=model.name, queued=queued, running=running, active=queued + running, slots=slots)
 
 

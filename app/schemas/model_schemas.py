@@ -114,7 +114,9 @@ class ModelView(StateView, source=registered.Model):
     policy: Annotated[str, From("config.policy")]
     servers: Annotated[list[str], PROVIDED]
     removal: Annotated[RemovalProgress | None, PROVIDED] = Field(description="null: it is not being removed.")
-    slots: Annotated[int, PROVIDED] = Field(description="Slots of the model's servers that are online.")
+    slots: Annotated[int, PROVIDED] = Field(
+        description="Slots of the model's servers that are online, and of its nodes that are connected."
+    )
     waiting: Annotated[int | None, PROVIDED] = Field(description="null: Redis is unavailable.")
 
 
@@ -189,19 +191,28 @@ class ConfigView(ResponseSchema, source=registered.Model):
     )
 
 
-def model_view(model: registered.Model, catalog: CatalogSnapshot, counts: QueueCounts | None) -> dict[str, Any]:
-    """Return ModelView.  `counts`: those of its fleet; None: Redis is unavailable."""
+def model_view(
+    model: registered.Model, catalog: CatalogSnapshot, slots: int, counts: QueueCounts | None
+) -> dict[str, Any]:
+    """Return ModelView.  `slots`: on which it can run now.  `counts`: of its fleet; None: Redis is unavailable."""
     waiting = None if counts is None else counts.waiting.get(model.name, 0)
-    return ModelView.build(model, **_catalog_fields(model, catalog, None), waiting=waiting)
+    return ModelView.build(model, **_catalog_fields(model, catalog, None), slots=slots, waiting=waiting)
 
 
 def model_detail(
-    model: registered.Model, catalog: CatalogSnapshot, load: ModelLoad | None, left: Mapping[str, int] | None = None
+    model: registered.Model,
+    catalog: CatalogSnapshot,
+    slots: int,
+    load: ModelLoad | None,
+    left: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return ModelDetail.  `load` None: Redis is unavailable.  `left`: as for `removal`."""
+    """Return ModelDetail.  `slots`: on which it can run now.  `load` None: Redis is unavailable.
+
+    left: as for `removal`.
+    """
     load_view = load and ModelLoadView.build(load)
     return ModelDetail.build(
-        model, **_catalog_fields(model, catalog, left), waiting=load and load.waiting, load=load_view
+        model, **_catalog_fields(model, catalog, left), slots=slots, waiting=load and load.waiting, load=load_view
     )
 
 
@@ -212,7 +223,6 @@ def _catalog_fields(
     return {
         "servers": sorted(server.name for server in catalog.servers.values() if model.name in server.endpoints),
         "removal": removal(model.name, catalog, left),
-        "slots": catalog.count_slots(model.name),
     }
 
 

@@ -300,7 +300,7 @@ def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable
         by_tenant = POLICIES[context.catalog.resolve(name).config.policy].is_by_tenant
         counts[name, tenant if by_tenant else None] += len(jobs)
     for (name, whose), count in counts.items():
-        model, slots = context.catalog.resolve(name), context.catalog.count_slots(name)
+        model, slots = context.catalog.resolve(name), context.queues.count_slots(context.catalog, name)
         limit = queue_limit(model.config, slots)
         if limit is not None and not context.waiting.has_room((name, whose), count, limit, request.now_ms):
             yield _capacity_check(request, context, model, whose, count, limit, slots)
@@ -462,7 +462,7 @@ def _deadline_check(
         position = status.position
         if position is None or not position.ahead:
             return
-        wait_ms = position.estimated_wait_ms(context.catalog.count_slots(model.name))
+        wait_ms = position.estimated_wait_ms(context.queues.count_slots(context.catalog, model.name))
         if wait_ms is not None and wait_ms > 2 * ttl_ms:
             refusal = InvalidJob(
                 "ttl",

@@ -206,7 +206,7 @@ def _explain_queued(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -
         return _waiting_for(*no_worker)
     if status.location == "offered":
         sentence = "It has a slot and is being started; if no worker claims it, it returns to its place."
-        return Explanation(sentence, estimate=estimate_start(dispatcher.catalog.get(), job.queued, OFFERED))
+        return Explanation(sentence, estimate=estimate_start(dispatcher, job.queued, OFFERED))
     if status.location != "waiting":
         sentence = f"it is not in the queue of model {job.model!r} yet; the next sweep enqueues it"
         return _waiting_for(Blocker("not_in_room", sentence))
@@ -230,7 +230,7 @@ def _explain_queued(dispatcher: Dispatcher, workers: WorkerCapacity, job: Job) -
         model.config.policy,
         longest_overtaking_s(job.priority, model.config),
         {candidate.server.name: candidate.blocked_by for candidate in candidates},
-        estimate_start(catalog, job.queued, position) if can_estimate else None,
+        estimate_start(dispatcher, job.queued, position) if can_estimate else None,
     )
 
 

@@ -227,7 +227,7 @@ def read_overview(
             breaker=breaker.state,
             breaker_until_ms=breaker.open_until_ms,
             breaker_why=breaker.open_why,
-            use=_slot_use(minutes, own, catalog.count_slots(name), now_ms),
+            use=_slot_use(minutes, own, dispatcher.queues.count_slots(catalog, name), now_ms),
             ended=[minute.ended for minute in minutes],
             per_minute=_throughput(minutes, now_ms),
             failed=sum(minute.failed for minute in minutes),

@@ -56,7 +56,7 @@ def read_model_load(dispatcher: Dispatcher, model: Model) -> ModelLoad:
     """Return a model's load, with one call to Redis.  Raises redis errors."""
     queues = dispatcher.queues
     (status,) = queues.run_all([queues.model_status_command(model.fleet, model.name)])
-    slots = dispatcher.catalog.get().count_slots(model.name)
+    slots = queues.count_slots(dispatcher.catalog.get(), model.name)
     return ModelLoad(
         status.all_tenants,
         status.run_ms,

@@ -15,7 +15,6 @@ from routing.dispatch.dispatcher import Dispatcher
 from routing.queue.queues import Position
 from routing.queue.worker_capacity import WorkerCapacity
 from slotkeeper.jobs.values import QueuedJob
-from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import STOPPED_STATES
 
 
@@ -66,21 +65,22 @@ def queue_position(
     estimate = None
     with suppress(RedisError):
         if workers.is_any_alive():
-            estimate = estimate_start(dispatcher.catalog.get(), job, position)
+            estimate = estimate_start(dispatcher, job, position)
     return QueuePosition(None if position.offered else position.ahead + 1, estimate, position.offered)
 
 
-def estimate_start(catalog: CatalogSnapshot, job: QueuedJob, position: Position) -> StartEstimate | None:
+def estimate_start(dispatcher: Dispatcher, job: QueuedJob, position: Position) -> StartEstimate | None:
     """Return when a waiting job should start; None: it cannot start at present, or no run of its model was measured."""
     if position.offered:
         return StartEstimate(0, 0, None, None)
-    slots = _count_usable_slots(catalog, job)
+    slots = _count_usable_slots(dispatcher, job)
     wait_ms = position.estimated_wait_ms(slots)
     return None if wait_ms is None else StartEstimate(wait_ms, position.ahead, position.run_ms, slots)
 
 
-def _count_usable_slots(catalog: CatalogSnapshot, job: QueuedJob) -> int:
+def _count_usable_slots(dispatcher: Dispatcher, job: QueuedJob) -> int:
     """Count the slots of the job's model; 0: model or tenant is stopped, or no online server meets its constraints."""
+    catalog = dispatcher.catalog.get()
     for owner in (catalog.models.get(job.model), catalog.tenants.get(job.tenant)):
         if owner is not None and owner.state in STOPPED_STATES:
             return 0
@@ -88,4 +88,4 @@ def _count_usable_slots(catalog: CatalogSnapshot, job: QueuedJob) -> int:
         suited = constraints.eligible_servers(catalog.servers.values(), job.model, job.constraints)
         if not any(server.takes_jobs for server in suited):
             return 0
-    return catalog.count_slots(job.model)
+    return dispatcher.queues.count_slots(catalog, job.model)

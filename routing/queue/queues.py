@@ -10,10 +10,12 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.config import RoutingSettings
 from routing.queue import lanes
+from routing.queue.present_slots import PresentSlots
 from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.db.time_limits import time_left
 from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.scripts import Command, Scripts
+from slotkeeper.registry.snapshot import CatalogSnapshot
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -179,7 +181,12 @@ class Queues:
         self._lua: QueueScripts = scripts.bind(QueueScripts)
         self._settings = settings
         self._capacity = capacity
+        self._present_slots = PresentSlots(scripts)
         self._unavailable_until: dict[str | None, float] = {}  # fleet, or None: Redis as a whole
+
+    def count_slots(self, catalog: CatalogSnapshot, model: str) -> int:
+        """Count the slots on which this model can run now, of servers that take jobs."""
+        return self._present_slots.count(catalog, model)
 
     def worker_capacity(self) -> int:
         """Return how many more runs living workers accept."""

@@ -128,9 +128,9 @@ class CatalogSnapshot:
         found = self.servers.get(server)
         return None if found is None else found.endpoints.get(model)
 
-    def count_slots(self, model: str) -> int:
-        """Count the slots on which this model can run, of servers that take jobs."""
-        return sum(s.slots for s in self.servers.values() if model in s.endpoints and s.takes_jobs)
+    def servers_for(self, model: str) -> list[Server]:
+        """Return the servers of a model that take jobs; nodes that are not connected are among them."""
+        return [server for server in self.servers.values() if model in server.endpoints and server.takes_jobs]
 
 
 def _explain_unknown(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ from redis.exceptions import ConnectionError
 
 from app.gateway.connection import NodeConnection
 from app.gateway.connections import Connections
+from routing.queue import present_slots
 from routing.queue.presence import NodeState, Presence
 from slotkeeper import signatures
 from slotkeeper.errors import DatabaseUnavailable
@@ -194,3 +196,22 @@ def test_absence_counts_only_while_the_node_could_have_come_back(
         assert await absence() == (503, "node_away")
 
     asyncio.run(test())
+
+
+def test_the_slots_of_a_node_count_while_it_is_connected(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(present_slots, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    dispatcher, node = gateway.stage.dispatcher, gateway.enroll("attic")
+
+    def count_slots() -> int:
+        now_s[0] += 1.1
+        return dispatcher.queues.count_slots(dispatcher.catalog.refresh(), "zimg")
+
+    async def test() -> None:
+        before = count_slots()
+        connection = await gateway.connect(node)
+        assert count_slots() == before + 1
+        await gateway.connections.remove(connection)
+        assert count_slots() == before
+
+    _run(test)

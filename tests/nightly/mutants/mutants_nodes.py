@@ -78,7 +78,7 @@ MUTANTS = [
         drop("self._journal.begin(facts)"),
         kills=["test_a_run_is_on_disk_before_it_begins_and_its_end_before_its_slot_is_free"],
         breaks="a run is found again",
-        still="test_a_run_ends_with_its_result_and_what_proves_it",
+        still="test_the_node_says_that_a_job_is_not_for_it",
     ),
     Mutant(
         "a request that is arriving was never received",

@@ -198,7 +198,7 @@ def test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ende
     assert (found.is_over, found.remaining) == (False, {"running": 1})
     leaving = catalog.read().servers["gpu1"]
     assert (leaving.takes_jobs, leaving.leaving_by) == (False, "ops")
-    assert catalog.read().count_slots("zimg") == 0
+    assert not catalog.read().servers_for("zimg")
     assert catalog_removal.finish_server_removal(database, "gpu1") is None
     store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
     assert catalog_removal.finish_server_removal(database, "gpu1").is_over

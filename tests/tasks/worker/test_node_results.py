@@ -17,6 +17,7 @@ from slotkeeper.signatures import RunStatement
 from tasks.worker.node_results import BAD_SIGNATURE, NodeResults
 
 _KEY, _OTHER_KEY = signatures.make_key(), signatures.make_key()
+_KEY_ID = signatures.key_id(signatures.public_key_of(_KEY))
 _PAYLOAD, _RESULT = '{"prompt": "a cat"}', b'{"n": -0.0, "text": "\\u00e9"}'
 _JOB = QueuedJob("j1", 1, "zimg", 5, "acme", 0, None, 0)
 _RUN = Run(_JOB, _PAYLOAD, 2, 0, 0, None, None, None, "attic", "attic-slot0", 0, False)
@@ -40,7 +41,7 @@ class Worker:
 
     def __init__(self) -> None:
         public = signatures.public_key_of(_KEY)
-        self.node: NodeIdentity | None = NodeIdentity("n_1", {signatures.key_id(public): public}, False, "acme")
+        self.node: NodeIdentity | None = NodeIdentity("n_1", {_KEY_ID: public}, False, "acme")
         self.frozen = list[str]()
         self.largest: int | None = None
 
@@ -76,6 +77,7 @@ def test_a_signed_result_has_its_envelope_and_stays_as_it_was_sent() -> None:
     "outcome",
     [
         _done(key=_OTHER_KEY),
+        _done(signatures=[{"keyid": _KEY_ID, "sig": signatures.encode_bytes(bytes(64))}]),
         _done(_HONEST._replace(job="j2")),
         _done(_HONEST._replace(attempt=1)),
         _done(_HONEST._replace(model="other")),
@@ -86,7 +88,7 @@ def test_a_signed_result_has_its_envelope_and_stays_as_it_was_sent() -> None:
         _done(signatures=[]),
         _done()._replace(envelope=None),
     ],
-    ids=["key", "job", "attempt", "model", "node", "payload", "result", "type", "unsigned", "none"],
+    ids=["key", "signature", "job", "attempt", "model", "node", "payload", "result", "type", "unsigned", "none"],
 )
 def test_a_result_that_is_not_signed_for_this_run_costs_the_job_nothing_and_freezes_the_node(outcome: Outcome) -> None:
     worker = Worker()

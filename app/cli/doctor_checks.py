@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+import requests
 from redis.exceptions import RedisError
 
 from app.cli.findings import Check, Finding
@@ -28,6 +30,7 @@ from migrations import migrate
 from routing.config import RoutingSettings
 from routing.maintenance import task_runs
 from routing.queries.server_status import ServerStatus, read_servers_of_fleets
+from routing.queue.presence import NodeState, Presence
 from routing.queue.slots import Slots
 from slotkeeper.clock import MAX_SKEW_MS, clock
 from slotkeeper.config import StorageSettings
@@ -38,13 +41,14 @@ from slotkeeper.redis.connections import explain_no_persistence, explain_refused
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from slotkeeper.state_folder import is_private_folder
+from slotkeeper.urls import mask_url
 from tasks import services
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.extensions.transport import count_unacknowledged
 from tasks.liveness import processes_with_other_secret, worker_problem
 from tasks.periods import PERIODS_S
-from tasks.security.keyring import fingerprints
+from tasks.security.keyring import fingerprints, gateway_keys
 from tasks.server_adapters import health_adapter
 from tasks.servers import Health, HealthKind, HttpClient, ServerAdapter, ServerSession
 from tasks.servers.session import run_with_http_client
@@ -52,7 +56,7 @@ from tasks.servers.session import run_with_http_client
 _GIB = 1 << 30
 _SLOW_S, _TOO_SLOW_S = 0.1, 1.0
 _RECENT_STEP_MS = 24 * 3600 * 1000
-_SERVERS_LIMIT_S = 6.0
+_SERVERS_LIMIT_S, _GATEWAY_LIMIT_S = 6.0, 3.0
 _TRIES = 3
 
 
@@ -256,6 +260,37 @@ def servers() -> Iterator[Finding]:
         yield Finding("servers", "ok", f"Answering: {len(answering)}, with {slots} slots{others}.")
 
 
+def gateways() -> Iterator[Finding]:
+    """Check that nodes can connect, and that this host reaches each gateway, as workers have to."""
+    enrolled = [node for node in services.nodes().list_all() if node.revoked_ms is None]
+    connections = Presence(services.scripts()).read()
+    alive = [gateway for gateway in connections.gateways.values() if connections.is_alive(gateway.name)]
+    if enrolled and not alive:
+        message = f"No gateway runs, so none of the {len(enrolled)} enrolled nodes can connect."
+        remedy = "Start one: `python -m app.gateway` with SLOTKEEPER_NODE_PORT, or set that for `slotkeeper up`."
+        yield Finding("gateways", "fail", message, remedy)
+    unreachable = [gateway for gateway in alive if not _is_gateway(gateway.address)]
+    for gateway in unreachable:
+        message = f"{gateway.name}: It does not answer this host at {mask_url(gateway.address)}."
+        remedy = "Workers reach nodes there: set SLOTKEEPER_GATEWAY_BIND and SLOTKEEPER_GATEWAY_ADDRESS of the gateway."
+        yield Finding("gateways", "fail", message, remedy)
+    if alive and not unreachable:
+        states = Counter(state.state for node in enrolled if (state := connections.state_of(node.id)) is not None)
+        connected = states.total() - states[NodeState.ABSENT]
+        message = f"Answering: {len(alive)}; nodes connected: {connected} of {len(enrolled)}."
+        yield Finding("gateways", "ok", message)
+
+
+def _is_gateway(address: str) -> bool:
+    """Return whether a gateway with this installation's key answers; it knows no node of this name."""
+    headers = {"Authorization": f"Bearer {gateway_keys()[0]}"}
+    try:
+        answer = requests.get(f"{address}/ping/n_0", headers=headers, timeout=_GATEWAY_LIMIT_S)
+    except requests.RequestException:
+        return False
+    return answer.status_code == HTTPStatus.NOT_FOUND
+
+
 def _find_server_problems(online: Iterable[Server], snapshot: CatalogSnapshot) -> Iterator[Finding]:
     """Ask all servers for their health at once, and yield a finding for each problem."""
     adapters = {server.name: health_adapter(snapshot, server) for server in online if server.endpoints}
@@ -407,6 +442,7 @@ CHECKS: Mapping[str, Check] = {
     "redis": redis,
     "broker": broker,
     "servers": servers,
+    "gateways": gateways,
     "workers": workers,
     "maintenance": maintenance,
     "logs": logs,

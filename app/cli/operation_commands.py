@@ -137,9 +137,9 @@ def _render_view(api: Any) -> Any:
 def doctor(as_json: bool) -> None:
     """Check every part of this installation.
 
-    Checks settings, database, state folder, disk, clocks, Redis, broker, inference servers, workers, maintenance, logs,
-    secret and port from this host, and says how to repair each fault.  All checks run at once, and each ends after ten
-    seconds, so the command works when parts are down.  Exit status 1: a check failed.
+    Checks settings, database, state folder, disk, clocks, Redis, broker, inference servers, gateways, workers,
+    maintenance, logs, secret and port from this host, and says how to repair each fault.  All checks run at once, and
+    each ends after ten seconds, so the command works when parts are down.  Exit status 1: a check failed.
     """
     from app.cli.doctor_runner import run_all_checks
     from slotkeeper import logs

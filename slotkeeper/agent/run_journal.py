@@ -97,7 +97,8 @@ class RunJournal:
         self._now_s, self._lock = now_s, threading.Lock()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(folder / "journal.db", check_same_thread=False)
+            (path := folder / "journal.db").touch(mode=0o600)
+            self._connection = sqlite3.connect(path, check_same_thread=False)
             self._connection.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise JournalFailed(f"{folder} cannot be used: {error}") from None

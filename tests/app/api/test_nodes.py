@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
+from pytest_httpserver import HTTPServer
 
 from app.cli import doctor_checks
 from routing.maintenance.rebuild import refresh_fleet
@@ -12,6 +13,7 @@ from slotkeeper import signatures
 from slotkeeper.clock import now_ms
 from slotkeeper.registry.identity import Scope
 from tasks import services
+from tasks.security.keyring import gateway_keys
 from tests.support.api import Api
 
 
@@ -93,6 +95,26 @@ def test_the_doctor_counts_a_node_that_is_not_connected_and_finds_nothing_wrong_
     (found,) = doctor_checks.servers()
 
     assert (found.level, "1 are nodes that are not connected" in found.message) == ("ok", True)
+
+
+def test_the_doctor_finds_that_no_gateway_runs_or_that_one_cannot_be_reached(api: Api, httpserver: HTTPServer) -> None:
+    assert list(doctor_checks.gateways()) == []
+    node = api.client.post("/nodes/enroll", json=_body(_token(api))).json["id"]
+    (found,) = doctor_checks.gateways()
+    assert found.level == "fail" and "No gateway runs" in found.message
+
+    presence = Presence(services.scripts())
+    presence.beat("gw1", httpserver.url_for(""))
+    httpserver.expect_request("/ping/n_0").respond_with_data("", status=401)
+    (found,) = doctor_checks.gateways()
+    assert found.level == "fail" and "gw1: It does not answer" in found.message
+
+    httpserver.clear()
+    key = f"Bearer {gateway_keys()[0]}"
+    httpserver.expect_request("/ping/n_0", headers={"Authorization": key}).respond_with_data("", status=404)
+    presence.connect(node, "i1", "gw1", NodeState.CONNECTED)
+    (found,) = doctor_checks.gateways()
+    assert (found.level, found.message) == ("ok", "Answering: 1; nodes connected: 1 of 1.")
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])

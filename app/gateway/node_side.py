@@ -157,13 +157,9 @@ class NodeSide:
         if hello.host not in self._hosts:  # An operator has to mend that, so agents go on trying.
             reason = f"{hello.host} is no name of this gateway; see SLOTKEEPER_NODE_HOSTS"
             raise _Refused(handshake.CLOSE_TRY_LATER, reason)
-        nodes = self._connections.nodes
-        keys = await asyncio.to_thread(nodes.find_keys, hello.node)
-        if hello.key not in keys or not hello.is_signed_by(keys[hello.key], nonce):
+        node, keys = await asyncio.to_thread(self._connections.nodes.find, hello.node) or (None, {})
+        if node is None or hello.key not in keys or not hello.is_signed_by(keys[hello.key], nonce):
             raise _Refused(handshake.CLOSE_REVOKED, "the key is not valid: enrol the node again")
-        node = await asyncio.to_thread(nodes.find, hello.node)
-        if node is None:
-            raise _Refused(handshake.CLOSE_REVOKED, "there is no such node")
         try:
             return hello, node, parse_declaration(hello.declaration.encode(), node.grant)
         except InvalidDeclaration as invalid:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from slotkeeper import signatures
 from slotkeeper.audit import commit_audited, make_entry
@@ -192,11 +192,11 @@ class Nodes:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def find(self, node_id: str) -> Node | None:
-        """Return the node with this id."""
+    def find(self, node_id: str) -> tuple[Node, Mapping[str, bytes]] | None:
+        """Return the node with this id and its valid public keys by their ids; None: there is no such node."""
         with self.database.read() as connection:
             row = connection.execute(select(nodes).where(nodes.c.id == node_id)).first()
-        return None if row is None else _node(row)
+            return None if row is None else (_node(row), _valid_keys(connection, node_id))
 
     def get(self, name: str) -> Node:
         """Return the node of this name.  Raises NotFound."""
@@ -219,7 +219,7 @@ class Nodes:
     def find_keys(self, node_id: str) -> Mapping[str, bytes]:
         """Return the valid public keys of a node by their ids; none if it was revoked, or there is no such node."""
         with self.database.read() as connection:
-            return node_keys.list_valid_keys(connection, [node_id]).get(node_id, {})
+            return _valid_keys(connection, node_id)
 
     def find_signer(self, key_id: str) -> Signer | None:
         """Return whose key this is or was; None: its node was removed."""
@@ -528,6 +528,10 @@ def _wanted_server(tx: Transaction, node: Node, served: Mapping[str, DeclaredMod
     if environment != PRODUCTION:
         attributes[ENVIRONMENT] = environment
     return _NodeServer(min(declared.slots, node.grant.max_slots), attributes, models, fault)
+
+
+def _valid_keys(connection: Connection, node_id: str) -> Mapping[str, bytes]:
+    return node_keys.list_valid_keys(connection, [node_id]).get(node_id, {})
 
 
 def _hash_token(token: str) -> str:

@@ -167,7 +167,7 @@ def test_a_node_becomes_a_server_by_its_declaration(nodes: Nodes, catalog: Catal
     }
     assert server.slots == _GRANT.max_slots
     assert server.node is not None and (server.node.id, server.node.is_trusted) == (node.id, False)
-    found = nodes.find(node.id)
+    found, _ = nodes.find(node.id) or (None, {})
     assert found is not None and found.digest == digest_of(_declaration(environment="testnet", slots=50))
 
 

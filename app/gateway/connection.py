@@ -148,23 +148,13 @@ class NodeConnection:
         self._exchanges[exchange.stream] = exchange
         try:
             async for piece in body:
-                await self._send_piece(exchange, piece)
+                await self._sender.send_body(exchange.stream, piece, exchange.can_send)
         except BaseException:
             exchange.close()
             raise
         self._tunnel.end(exchange.stream)
         self._sender.wake()
         return exchange
-
-    async def _send_piece(self, exchange: Exchange, piece: bytes) -> None:
-        while piece and exchange.stream in self._exchanges:
-            sent = self._tunnel.send(exchange.stream, piece)
-            if sent:
-                piece = piece[sent:]
-                self._sender.wake()
-            else:
-                exchange.can_send.clear()
-                await exchange.can_send.wait()
 
     def receive(self, message: str | bytes) -> None:
         """Handle a message of the agent.  Raises TunnelError."""

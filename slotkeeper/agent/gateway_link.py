@@ -253,14 +253,10 @@ class GatewayLink:
 
     async def _send_piece(self, stream: int, inbound: _Inbound, piece: bytes) -> None:
         async with inbound.turn:
-            while piece:
-                self._check(inbound)
-                sent = self._tunnel.send(stream, piece)
-                piece = piece[sent:]
-                self._wake()
-                if not sent:
-                    inbound.can_send.clear()
-                    await inbound.can_send.wait()
+            self._check(inbound)
+            assert self._sender is not None  # Requests come after the handshake.
+            await self._sender.send_body(stream, piece, inbound.can_send)
+            self._check(inbound)
 
     async def _send_end(self, stream: int, inbound: _Inbound) -> None:
         async with inbound.turn:

@@ -24,6 +24,19 @@ class Sender:
         if self._task is None and not self._is_closed:
             self._task = asyncio.ensure_future(self._send_all())
 
+    async def send_body(self, stream: int, data: bytes, window_opened: asyncio.Event) -> None:
+        """Send a part of a body, and return when the stream's window has admitted all of it, or the stream is over.
+
+        window_opened: is set after each WindowOpened of the stream, and when it is over.
+        """
+        while data:
+            window_opened.clear()
+            sent = self._tunnel.send(stream, data)
+            data = data[sent:]
+            self.wake()
+            if not sent:
+                await window_opened.wait()
+
     def close(self) -> None:
         """Send nothing more."""
         self._is_closed = True

@@ -26,7 +26,7 @@ from app.schemas.node_schemas import (
     TokenPath,
     TokenView,
 )
-from routing.queue.presence import Connections, Presence
+from routing.queue.presence import Presence, PresenceSnapshot
 from slotkeeper import signatures
 from slotkeeper.clock import now_ms
 from slotkeeper.errors import InvalidRequest, NotFound
@@ -132,7 +132,7 @@ def _views(found: Sequence[Node]) -> list[dict[str, Any]]:
     ]
 
 
-def _view(node: Node, connections: Connections | None, models: list[str]) -> dict[str, Any]:
+def _view(node: Node, connections: PresenceSnapshot | None, models: list[str]) -> dict[str, Any]:
     connection = None if connections is None else connections.state_of(node.id)
     state = "unknown" if connections is None else "absent" if connection is None else connection.state.value
     if node.revoked_ms is not None:

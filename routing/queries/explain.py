@@ -18,7 +18,7 @@ from routing.queries.model_status import ModelLoad, read_model_load
 from routing.queries.positions import StartEstimate, estimate_start
 from routing.queries.process_list import ProcessList
 from routing.queries.server_status import NOT_CONNECTED, ServerStatus, slot_use
-from routing.queue.presence import Connections, NodeState, Presence
+from routing.queue.presence import NodeState, Presence, PresenceSnapshot
 from routing.queue.queues import OFFERED, JobStatus, ModelStatus, Position
 from routing.queue.slots import server_of_slot
 from routing.queue.worker_capacity import WorkerCapacity
@@ -250,13 +250,13 @@ def _list_candidates(dispatcher: Dispatcher, catalog: CatalogSnapshot, job: Job,
     return candidates
 
 
-def _read_connections(dispatcher: Dispatcher, statuses: Mapping[str, ServerStatus]) -> Connections | None:
+def _read_connections(dispatcher: Dispatcher, statuses: Mapping[str, ServerStatus]) -> PresenceSnapshot | None:
     """Return the connections of nodes; None: all nodes are connected, or there are none.  Raises redis errors."""
     is_any_absent = any(status.absent for status in statuses.values())
     return Presence(dispatcher.slots.scripts).read() if is_any_absent else None
 
 
-def _describe_absence(server: Server, connections: Connections | None) -> str:
+def _describe_absence(server: Server, connections: PresenceSnapshot | None) -> str:
     """Return why a node takes no jobs, as what it `is`."""
     found = connections.state_of(server.node.id) if connections is not None and server.node is not None else None
     if found is None:

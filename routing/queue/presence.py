@@ -51,7 +51,7 @@ class Gateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Connections:
+class PresenceSnapshot:
     """All connections of nodes, by the node's id, and all gateways by their names, at one moment of Redis' clock."""
 
     now_ms: int
@@ -133,14 +133,14 @@ class Presence:
             self._lua.gateway_beat(self._key, gateway=gateway, address=address, ttl_ms=GATEWAY_TTL_MS)
         )
 
-    def read(self) -> Connections:
+    def read(self) -> PresenceSnapshot:
         """Return all connections."""
         with self._scripts.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(self._key)
             pipe.time()
             fields, (seconds, microseconds) = pipe.execute()
         found = {name.decode(): value.decode() for name, value in fields.items()}
-        return Connections(seconds * 1000 + microseconds // 1000, *_parse(found))
+        return PresenceSnapshot(seconds * 1000 + microseconds // 1000, *_parse(found))
 
     def find_gateway(self, node: str) -> tuple[int, str] | None:
         """Return the number of a node's connection and the address of its gateway; None: it is not connected."""

@@ -19,7 +19,7 @@ from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig, InvalidConfig
 from slotkeeper.agent.forward import forward_to, refuses_connections
 from slotkeeper.agent.gateway_link import GatewayLink, close_code
-from slotkeeper.agent.identity import NodeIdentity, find_new_key, use_new_key
+from slotkeeper.agent.identity import AgentIdentity, find_new_key, use_new_key
 from slotkeeper.agent.node_routes import NodeRoutes, run_from_facts
 from slotkeeper.agent.owner_controls import OwnerControls
 from slotkeeper.agent.run_journal import RunFacts, RunJournal, read_or_make_start
@@ -50,7 +50,7 @@ class Stopped(Exception):
 class Agent:
     """An agent, which `run` keeps connected.  Raises InvalidConfig: a model cannot be loaded; JournalFailed."""
 
-    def __init__(self, config: AgentConfig, identity: NodeIdentity, *, grace_s: float = 10.0) -> None:
+    def __init__(self, config: AgentConfig, identity: AgentIdentity, *, grace_s: float = 10.0) -> None:
         self._config, self._identity, self._grace_s = config, identity, grace_s
         self._owner = OwnerControls(config.state_dir, config.hours)
         self._journal = RunJournal(config.state_dir / "runs")

@@ -13,7 +13,7 @@ from websockets.typing import Subprotocol
 
 from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig
-from slotkeeper.agent.identity import NodeIdentity
+from slotkeeper.agent.identity import AgentIdentity
 from slotkeeper.agent.node_routes import NodeRoutes
 from slotkeeper.process import package_version
 from slotkeeper.serve.http_server import Request, Response
@@ -81,7 +81,7 @@ class GatewayLink:
     def __init__(
         self,
         config: AgentConfig,
-        identity: NodeIdentity,
+        identity: AgentIdentity,
         routes: NodeRoutes,
         threads: Executor,
         status: Callable[[], str],

@@ -17,7 +17,7 @@ _KEY_FILE, _NEW_KEY_FILE, _NODE_FILE = "key.pem", "next-key.pem", "node.json"
 
 
 @dataclass(frozen=True, slots=True)
-class NodeIdentity:
+class AgentIdentity:
     """Who the node is.  instance: random, of this process."""
 
     id: str
@@ -30,19 +30,19 @@ class NodeIdentity:
         return signatures.key_id(signatures.public_key_of(self.key))
 
 
-def load_identity(state_dir: Path) -> NodeIdentity:
+def load_identity(state_dir: Path) -> AgentIdentity:
     """Return the identity of an enrolled node.  Raises InvalidConfig."""
     try:
         stored = orjson.loads((state_dir / _NODE_FILE).read_bytes())
         key = signatures.read_key(state_dir / _KEY_FILE)
-        return NodeIdentity(stored["id"], stored["name"], key, secrets.token_hex(8))
+        return AgentIdentity(stored["id"], stored["name"], key, secrets.token_hex(8))
     except (OSError, ValueError, KeyError, signatures.BadKey) as error:
         raise InvalidConfig(
             f"{state_dir} has no enrolled node ({error}): run `slotkeeper agent enroll URL` with a token"
         ) from None
 
 
-def enroll(state_dir: Path, name: str, token: str, post: Callable[[dict[str, str]], dict[str, Any]]) -> NodeIdentity:
+def enroll(state_dir: Path, name: str, token: str, post: Callable[[dict[str, str]], dict[str, Any]]) -> AgentIdentity:
     """Enrol the node, and store what identifies it.  If the answer is lost, call it again: the key is kept.
 
     post: sends the request, and returns the response.  Raises InvalidConfig: it is enrolled already; OSError.
@@ -85,7 +85,7 @@ def find_new_key(state_dir: Path) -> Ed25519PrivateKey | None:
         return None
 
 
-def use_new_key(state_dir: Path, identity: NodeIdentity) -> NodeIdentity:
+def use_new_key(state_dir: Path, identity: AgentIdentity) -> AgentIdentity:
     """Replace the key by the new one, which the gateway has stored.  Raises OSError."""
     (state_dir / _NEW_KEY_FILE).rename(state_dir / _KEY_FILE)
     return replace(identity, key=signatures.read_key(state_dir / _KEY_FILE))

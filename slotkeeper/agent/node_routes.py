@@ -11,7 +11,7 @@ import orjson
 
 from slotkeeper import signatures
 from slotkeeper.agent.config import AgentConfig
-from slotkeeper.agent.identity import NodeIdentity
+from slotkeeper.agent.identity import AgentIdentity
 from slotkeeper.agent.run_journal import JournalFailed, RunFacts, RunJournal, name_of, run_name
 from slotkeeper.serve import protocol_responses
 from slotkeeper.serve.http_server import Request, Response
@@ -48,7 +48,7 @@ class NodeRoutes:
         scheduler: RunScheduler,
         executor: RunExecutor,
         journal: RunJournal,
-        identity: NodeIdentity,
+        identity: AgentIdentity,
         config: AgentConfig,
         *,
         why_not: Callable[[], str],

@@ -15,7 +15,7 @@ from slotkeeper import signatures
 from slotkeeper.agent import run_journal
 from slotkeeper.agent.agent import Agent
 from slotkeeper.agent.config import AgentConfig, Hours, InvalidConfig, ModelEntry, read_config
-from slotkeeper.agent.identity import NodeIdentity, enroll, load_identity
+from slotkeeper.agent.identity import AgentIdentity, enroll, load_identity
 from slotkeeper.agent.owner_controls import OwnerControls
 from slotkeeper.agent.run_journal import RunJournal
 from slotkeeper.serve.http_server import Request, Response
@@ -42,7 +42,7 @@ class Home:
         self.restart()
 
     def restart(self) -> None:
-        self.agent = Agent(self.config, NodeIdentity("n_1", "attic", _KEY, "i1"))
+        self.agent = Agent(self.config, AgentIdentity("n_1", "attic", _KEY, "i1"))
         self.agents.append(self.agent)
 
     @property

@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from routing.config import RoutingSettings
 from routing.queue import lanes
-from routing.queue.present_slots import PresentSlots
+from routing.queue.presence import Presence
 from routing.queue.worker_capacity import CapacitySource, unlimited
 from slotkeeper.db.time_limits import time_left
 from slotkeeper.jobs.values import QueuedJob
@@ -23,6 +23,7 @@ T = TypeVar("T")
 _OFFERS_AT_ONCE = 8  # made with jobs that enter the queue
 _JOBS_AT_ONCE = 500  # in one call, so that Redis serves others in between
 _PAUSE_S = 1.0  # between calls to a Redis that does not answer
+_PRESENT_S = 1.0  # How long it is remembered which nodes are connected.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,37 @@ def offer_terms(settings: RoutingSettings, capacity: int, limit: int, claimant: 
 def new_lease_prefix() -> str:
     """Return random text that makes names of leases unique, also after Redis was emptied."""
     return secrets.token_hex(6)
+
+
+class PresentSlots:
+    """On how many slots models can run now: those of a node count only while it is connected and takes jobs.
+
+    Which nodes of a fleet are connected is read once a second at most.  Thread-safe.
+    """
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._presence = Presence(scripts)
+        self._kept: dict[str, tuple[float, frozenset[str]]] = {}  # fleet -> until when (monotonic s), its nodes
+
+    def count(self, catalog: CatalogSnapshot, model: str) -> int:
+        """Count the slots on which this model can run now.  All nodes count while Redis has not answered yet."""
+        serving = catalog.servers_for(model)
+        present = self._present(serving[0].fleet) if any(server.node for server in serving) else None
+        return sum(
+            server.slots for server in serving if server.node is None or present is None or server.name in present
+        )
+
+    def _present(self, fleet: str) -> frozenset[str] | None:
+        until_s, present = self._kept.get(fleet, (0.0, None))
+        if time.monotonic() >= until_s:
+            try:
+                found = self._presence.list_present([fleet]).get(fleet)
+            except RedisError:
+                found = None
+            if found is not None:
+                present = frozenset(found)
+                self._kept[fleet] = time.monotonic() + _PRESENT_S, present
+        return present
 
 
 class Queues:

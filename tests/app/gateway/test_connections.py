@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError
 
 from app.gateway.connection import NodeConnection
 from app.gateway.connections import Connections
-from routing.queue import present_slots
+from routing.queue import queues
 from routing.queue.presence import NodeState, Presence
 from slotkeeper import signatures
 from slotkeeper.errors import DatabaseUnavailable
@@ -200,7 +200,7 @@ def test_absence_counts_only_while_the_node_could_have_come_back(
 
 def test_the_slots_of_a_node_count_while_it_is_connected(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr(present_slots, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     dispatcher, node = gateway.stage.dispatcher, gateway.enroll("attic")
 
     def count_slots() -> int:

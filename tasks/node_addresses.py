@@ -55,10 +55,16 @@ class NodeAddresses:
         return GatewayAddress(_gateway_endpoint(min(alive)), 0) if alive else None
 
 
+def gateway_headers() -> dict[str, str]:
+    """Return the headers with which this installation authenticates at its gateways."""
+    return {"Authorization": f"Bearer {gateway_keys()[0]}"}
+
+
 @lru_cache(maxsize=1024)
 def _gateway_endpoint(address: str) -> Endpoint:
     endpoint = parse_endpoint(address)
-    return endpoint._replace(header_lines=(*endpoint.header_lines, f"Authorization: Bearer {gateway_keys()[0]}"))
+    lines = (f"{name}: {value}" for name, value in gateway_headers().items())
+    return endpoint._replace(header_lines=(*endpoint.header_lines, *lines))
 
 
 @singleton

@@ -134,8 +134,7 @@ def _address_of_node(name: str) -> tuple[str, dict[str, str]]:
     Raises NotFound: there is no such node; ClickException: it is not connected.
     """
     from migrations.migrate import check
-    from tasks.node_addresses import node_addresses
-    from tasks.security.keyring import gateway_keys
+    from tasks.node_addresses import gateway_headers, node_addresses
     from tasks.services import database, nodes
 
     if problem := check(database().url):
@@ -144,7 +143,7 @@ def _address_of_node(name: str) -> tuple[str, dict[str, str]]:
     gateway = asyncio.run(node_addresses().resolve(node.id))
     if gateway is None or not gateway.number:
         raise click.ClickException(f"Node {name!r} is not connected: start its agent with `slotkeeper agent run`.")
-    return f"{gateway.endpoint.url}/n/{node.id}/0", {"Authorization": f"Bearer {gateway_keys()[0]}"}
+    return f"{gateway.endpoint.url}/n/{node.id}/0", gateway_headers()
 
 
 def _run_command(command: str) -> None:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from http import HTTPStatus
+from http.client import NOT_FOUND
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
 from redis.exceptions import RedisError
 
 from app.cli.findings import Check, Finding
@@ -46,9 +45,10 @@ from tasks import services
 from tasks.celery_app import celery
 from tasks.config import TaskSettings
 from tasks.extensions.transport import count_unacknowledged
+from tasks.gateway_ping import ping_node
 from tasks.liveness import processes_with_other_secret, worker_problem
 from tasks.periods import PERIODS_S
-from tasks.security.keyring import fingerprints, gateway_keys
+from tasks.security.keyring import fingerprints
 from tasks.server_adapters import health_adapter
 from tasks.servers import Health, HealthKind, HttpClient, ServerAdapter, ServerSession
 from tasks.servers.session import run_with_http_client
@@ -269,7 +269,8 @@ def gateways() -> Iterator[Finding]:
         message = f"No gateway runs, so none of the {len(enrolled)} enrolled nodes can connect."
         remedy = "Start one: `python -m app.gateway` with SLOTKEEPER_NODE_PORT, or set that for `slotkeeper up`."
         yield Finding("gateways", "fail", message, remedy)
-    unreachable = [gateway for gateway in alive if not _is_gateway(gateway.address)]
+    # It knows no node of this name, and says so only to this installation.
+    unreachable = [gateway for gateway in alive if ping_node(gateway.address, "n_0", _GATEWAY_LIMIT_S) != NOT_FOUND]
     for gateway in unreachable:
         message = f"{gateway.name}: It does not answer this host at {mask_url(gateway.address)}."
         remedy = "Workers reach nodes there: set SLOTKEEPER_GATEWAY_BIND and SLOTKEEPER_GATEWAY_ADDRESS of the gateway."
@@ -279,16 +280,6 @@ def gateways() -> Iterator[Finding]:
         connected = states.total() - states[NodeState.ABSENT]
         message = f"Answering: {len(alive)}; nodes connected: {connected} of {len(enrolled)}."
         yield Finding("gateways", "ok", message)
-
-
-def _is_gateway(address: str) -> bool:
-    """Return whether a gateway with this installation's key answers; it knows no node of this name."""
-    headers = {"Authorization": f"Bearer {gateway_keys()[0]}"}
-    try:
-        answer = requests.get(f"{address}/ping/n_0", headers=headers, timeout=_GATEWAY_LIMIT_S)
-    except requests.RequestException:
-        return False
-    return answer.status_code == HTTPStatus.NOT_FOUND
 
 
 def _find_server_problems(online: Iterable[Server], snapshot: CatalogSnapshot) -> Iterator[Finding]:

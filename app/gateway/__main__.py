@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from http.client import OK
 from typing import NoReturn
 
-import requests
 import structlog
 import uvicorn
 import uvloop
@@ -32,6 +31,7 @@ from slotkeeper.errors import DatabaseUnavailable, InvalidSetting
 from slotkeeper.tunnel import handshake
 from slotkeeper.tunnel.frames import MAX_MESSAGE_BYTES, SUBPROTOCOL
 from tasks import liveness, services, startup
+from tasks.gateway_ping import ping_node
 from tasks.security.keyring import gateway_keys
 
 log = structlog.get_logger(__name__)
@@ -77,7 +77,6 @@ async def run(
     worker_sockets: list[socket.socket],
 ) -> None:
     """Serve agents and workers until a signal stops the process."""
-    keys = gateway_keys()
     connections = Connections(
         name,
         settings.gateway_address or _address_of(worker_sockets[0]),
@@ -85,8 +84,8 @@ async def run(
         services.nodes(),
         Presence(services.scripts()),
     )
-    node_side = NodeSide(connections, settings.hosts, connection_limit(settings.node_max), partial(_ping_peer, keys[0]))
-    workers = _WorkerServer(_worker_configuration(WorkerSide(connections, keys)))
+    node_side = NodeSide(connections, settings.hosts, connection_limit(settings.node_max), _ping_peer)
+    workers = _WorkerServer(_worker_configuration(WorkerSide(connections, gateway_keys())))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -138,17 +137,10 @@ async def _beat(connections: Connections, node_side: NodeSide) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def _ping_peer(key: str, address: str, node: str) -> bool:
+async def _ping_peer(address: str, node: str) -> bool:
     """Return whether a node answers at another gateway."""
-
-    def ask() -> bool:
-        try:
-            headers = {"Authorization": f"Bearer {key}"}
-            return requests.get(f"{address}/ping/{node}", headers=headers, timeout=_PEER_TIMEOUT_S).status_code == 200
-        except requests.RequestException:
-            return False
-
-    return await asyncio.get_running_loop().run_in_executor(_ping_threads, ask)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_ping_threads, ping_node, address, node, _PEER_TIMEOUT_S) == OK
 
 
 def _worker_configuration(application: WorkerSide) -> uvicorn.Config:

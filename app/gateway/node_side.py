@@ -38,15 +38,15 @@ class _Refused(Exception):
 
 
 class NodeSocket(ServerConnection):
-    """A WebSocket that knows when it received something last, also a ping.
+    """A WebSocket that notes when it received something last, also a ping.
 
     Pings of agents show that both sides are there; those of a gateway would double what idle nodes cost it.
     """
 
-    heard_s = float("inf")  # monotonic
+    received_s = float("inf")  # monotonic
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = time.monotonic()
+        self.received_s = time.monotonic()
         super().data_received(data)
 
 
@@ -106,7 +106,7 @@ class NodeSide:
         """Break the connections whose agents send no pings any more."""
         silent_since_s = time.monotonic() - SILENT_S
         for connection, websocket in self._sockets.items():
-            if websocket.heard_s < silent_since_s:
+            if websocket.received_s < silent_since_s:
                 log.warning("node_silent", node=connection.node)
                 websocket.transport.abort()
 

@@ -160,19 +160,16 @@ class GatewayLink:
         challenge = decode_control(await websocket.recv())
         if challenge.get("type") != "challenge":
             raise TunnelError("the gateway sends no challenge")
-        nonce, declaration = signatures.decode_bytes(challenge.get("nonce")), self._config.declaration()
         identity, self._sent_status = self._identity, self._status()
-        statement = handshake.hello_statement(nonce, self._config.host, identity.id, identity.instance, declaration)
-        hello = Hello(
+        hello = Hello.signed(
+            identity.key,
+            signatures.decode_bytes(challenge.get("nonce")),
             node=identity.id,
-            key=identity.key_id,
-            signature=signatures.encode_bytes(signatures.sign(identity.key, signatures.HELLO_TYPE, statement)),
             host=self._config.host,
             instance=identity.instance,
             agent=package_version(),
-            declaration=declaration.decode(),
-            takes_jobs=not self._sent_status,
-            reason=self._sent_status,
+            declaration=self._config.declaration(),
+            why_not=self._sent_status,
         )
         await websocket.send(encode_json_frame(FrameType.CONTROL, 0, hello.message()))
 

@@ -2,10 +2,13 @@
 
 import hashlib
 import secrets
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slotkeeper import signatures
 from slotkeeper.tunnel.frames import TunnelError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 CLOSE_STOPPING = 1001
 """The gateway stops: connect elsewhere."""
@@ -44,6 +47,33 @@ class Hello(NamedTuple):
     declaration: str
     takes_jobs: bool
     reason: str
+
+    @classmethod
+    def signed(
+        cls,
+        key: "Ed25519PrivateKey",
+        nonce: bytes,
+        *,
+        node: str,
+        host: str,
+        instance: str,
+        agent: str,
+        declaration: bytes,
+        why_not: str = "",
+    ) -> "Hello":
+        """Return the hello that answers a challenge.  why_not: why the agent takes no jobs now; "": it does."""
+        statement = hello_statement(nonce, host, node, instance, declaration)
+        return cls(
+            node=node,
+            key=signatures.key_id(signatures.public_key_of(key)),
+            signature=signatures.encode_bytes(signatures.sign(key, signatures.HELLO_TYPE, statement)),
+            host=host,
+            instance=instance,
+            agent=agent,
+            declaration=declaration.decode(),
+            takes_jobs=not why_not,
+            reason=why_not,
+        )
 
     def message(self) -> dict[str, Any]:
         """Return the control message."""

@@ -11,7 +11,7 @@ class Sender:
 
     It has a task only while there is something to send: a gateway has thousands of connections that are idle.
     send: sends one message, and returns when the transport has room for the next one.  If it raises, nothing more is
-    sent: whoever reads from the connection learns that it has ended.
+    sent: the reader of the connection gets the same error.
     """
 
     def __init__(self, tunnel: Tunnel, send: Callable[[bytes], Awaitable[None]]) -> None:

@@ -32,8 +32,7 @@ from websockets.typing import Subprotocol
 
 from app.up.ports import free_port
 from slotkeeper import signatures
-from slotkeeper.tunnel import handshake
-from slotkeeper.tunnel.frames import SUBPROTOCOL, FrameType, decode_message, encode_json_frame
+from slotkeeper.tunnel.frames import SUBPROTOCOL, FrameType, decode_control, encode_json_frame
 from slotkeeper.tunnel.handshake import Hello
 from tools.benchmarks.measuring import print_line
 from tools.cluster.stack import Process, Stack, eventually, listens
@@ -105,19 +104,16 @@ async def _stay(node: str, pem: bytes, port: int, connected: Any) -> None:
                 open_timeout=30,
                 max_queue=4,
             ) as websocket:
-                challenge = next(iter(decode_message(bytes(await websocket.recv())))).json()  # type: ignore[arg-type]
+                challenge = decode_control(await websocket.recv())
                 nonce = signatures.decode_bytes(challenge["nonce"])
-                statement = handshake.hello_statement(nonce, "127.0.0.1", node, "i", _DECLARATION.encode())
-                hello = Hello(
-                    node,
-                    signatures.key_id(signatures.public_key_of(key)),
-                    signatures.encode_bytes(signatures.sign(key, signatures.HELLO_TYPE, statement)),
-                    "127.0.0.1",
-                    "i",
-                    "bench",
-                    _DECLARATION,
-                    takes_jobs=True,
-                    reason="",
+                hello = Hello.signed(
+                    key,
+                    nonce,
+                    node=node,
+                    host="127.0.0.1",
+                    instance="i",
+                    agent="bench",
+                    declaration=_DECLARATION.encode(),
                 )
                 await websocket.send(encode_json_frame(FrameType.CONTROL, 0, hello.message()))
                 await websocket.recv()

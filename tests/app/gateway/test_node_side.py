@@ -16,12 +16,11 @@ from app.gateway.node_side import SILENT_S, NodeSide, NodeSocket
 from routing.queue.presence import Presence
 from slotkeeper import signatures
 from slotkeeper.registry.nodes import Grant, Nodes
-from slotkeeper.tunnel import handshake
 from slotkeeper.tunnel.frames import FrameType, decode_control, encode_json_frame
 from slotkeeper.tunnel.handshake import Hello
 from tests.support.stage import Stage
 
-_DECLARATION = '{"models": {"zimg": {}}, "slots": 1}'
+_DECLARATION = b'{"models": {"zimg": {}}, "slots": 1}'
 _KEY = signatures.make_key()
 _PUBLIC = signatures.public_key_of(_KEY)
 
@@ -47,12 +46,8 @@ class Gateway:
             port = server.sockets[0].getsockname()[1]
             async with connect(f"ws://127.0.0.1:{port}", ping_interval=None, proxy=None) as websocket:
                 nonce = signatures.decode_bytes(decode_control(await websocket.recv())["nonce"])
-                signed = handshake.hello_statement(nonce, "127.0.0.1", self.node, "i1", _DECLARATION.encode())
-                signature = signatures.encode_bytes(signatures.sign(_KEY, signatures.HELLO_TYPE, signed))
-                key_id = signatures.key_id(_PUBLIC)
-                hello = Hello(
-                    self.node, key_id, signature, "127.0.0.1", "i1", "1", _DECLARATION, takes_jobs=True, reason=""
-                )
+                of = {"node": self.node, "host": "127.0.0.1", "instance": "i1", "agent": "1"}
+                hello = Hello.signed(_KEY, nonce, declaration=_DECLARATION, **of)
                 await websocket.send(encode_json_frame(FrameType.CONTROL, 0, hello.message()))
                 assert decode_control(await websocket.recv())["type"] == "welcome"
                 yield websocket

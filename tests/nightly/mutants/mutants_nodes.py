@@ -1,4 +1,4 @@
-"""Nodes: what proves a result, who may end a job, and what a connection may say."""
+"""Nodes: signed results, ends that need a second node, and the fencing of connections."""
 
 from tests.nightly.mutants.operators import Mutant, always, drop, lua_swap, never, swap
 
@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant(
         "an agent that is silent stays connected",
         "app.gateway.node_side:NodeSide.drop_silent",
-        never("websocket.heard_s < silent_since_s"),
+        never("websocket.received_s < silent_since_s"),
         kills=["test_a_connection_is_broken_when_its_agent_sends_no_pings"],
         breaks="presence",
         still="test_nodes_that_connect_together_share_a_transaction_and_each_is_stored",

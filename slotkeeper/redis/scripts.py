@@ -124,7 +124,7 @@ class Scripts:
 
     def _call(self, commands: Sequence[Command[T]]) -> list[Any]:
         """Return the replies, among them ResponseErrors.  Calls of unknown functions are repeated after loading."""
-        replies = self._send([command.words for command in commands])
+        replies = [self._send_one(commands[0])] if len(commands) == 1 else self._send([c.words for c in commands])
         missing = [n for n, reply in enumerate(replies) if is_unknown_function(reply)]
         if missing:
             not_loaded = {script for script in {commands[n].target.script for n in missing} if not self._load(script)}
@@ -144,12 +144,22 @@ class Scripts:
             return False
         return True
 
+    def _send_one(self, command: Command[Any]) -> Any:
+        """Return the reply, which may be a ResponseError.
+
+        On a connection of the client's pool: the client's `execute_command` measures itself, and takes 80 µs more.
+        """
+        pool = self.redis.connection_pool
+        connection = pool.get_connection()
+        try:
+            connection.send_packed_command([command.packed])
+            return connection.read_response()
+        except ResponseError as error:
+            return error
+        finally:
+            pool.release(connection)
+
     def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if len(commands) == 1:  # A pipeline would take a second connection.
-            try:
-                return [self.redis.execute_command(*commands[0])]
-            except ResponseError as error:
-                return [error]
         with self.redis.pipeline(transaction=False) as pipe:
             for words in commands:
                 pipe.execute_command(*words)

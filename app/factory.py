@@ -24,6 +24,7 @@ from app.api import (
     validation_views,
     webhook_views,
 )
+from app.api.direct_submit import DirectSubmit
 from app.auth import access
 from app.config import AppSettings
 from app.context import Context
@@ -93,8 +94,10 @@ def configure(app: Flask, settings: AppSettings) -> None:
     dispatcher = services.dispatcher()
     app.extensions["slotkeeper_version"] = package_version()
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    context.set_context(app, Context(dispatcher, settings, Readiness(PROBES)))
+    shared = Context(dispatcher, settings, Readiness(PROBES))
+    context.set_context(app, shared)
     app.extensions["slotkeeper_metrics"] = metrics.metrics_registry(
         dispatcher, services.scripts(), services.processes(), services.process_counters()
     )
     access.configure_access(app, settings, services.database())
+    app.wsgi_app = DirectSubmit(app.wsgi_app, shared, access.key_cache_of(app))  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ Each step that waits for the database or Redis has a separate limit.  Without a 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flask import Flask, current_app, g, request
@@ -27,6 +27,12 @@ def answered_in_time(view: View) -> View:
     return view
 
 
+def view_time_limit(environ: Mapping[str, Any]) -> time_limit:
+    """Return the limit for what is left of a request's time."""
+    deadline = environ.get(ANSWER_UNTIL)
+    return time_limit(database().limits.request_s if deadline is None else deadline - time.monotonic())
+
+
 def register(app: Flask) -> None:
     """Apply the time limit to the requests of `app`."""
     app.before_request(_begin)
@@ -36,9 +42,7 @@ def register(app: Flask) -> None:
 def _begin() -> None:
     view = current_app.view_functions.get(request.endpoint or "")
     if request.method in ("GET", "HEAD") or getattr(view, "answered_in_time", False):
-        deadline = request.environ.get(ANSWER_UNTIL)
-        seconds = database().limits.request_s if deadline is None else deadline - time.monotonic()
-        g.time_limit = time_limit(seconds)
+        g.time_limit = view_time_limit(request.environ)
         g.time_limit.__enter__()
 
 

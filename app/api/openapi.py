@@ -256,6 +256,8 @@ def _headers_with(allowed: str) -> list[tuple[str, str]]:
 
 
 _SECURITY_HEADERS = {allowed: _headers_with(allowed) for allowed in (_DOCS_POLICY, _PAGE_POLICY, _API_POLICY)}
+API_HEADERS = _SECURITY_HEADERS[_API_POLICY]
+"""The headers that each response of the API has."""
 
 
 def _security_headers(response: Response) -> Response:

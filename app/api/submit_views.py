@@ -1,5 +1,6 @@
 """Submit one job, or a batch of jobs."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,26 +22,36 @@ from app.schemas.job_schemas import (
 )
 from app.schemas.job_schemas import SubmitReceipt as ReceiptView
 from routing.admission.submission import MAX_KEY_LENGTH, Submission, check_idempotency_key, error_index, not_before_ms
-from routing.dispatch.dispatcher import Receipt
+from routing.admission.submit_limits import LimitStatus
+from routing.dispatch.dispatcher import Dispatcher, Receipt
 from routing.queries import explain, positions
 from routing.queries.positions import QueuePosition
 from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
-from slotkeeper.registry.identity import Scope, Tenant
+from slotkeeper.registry.identity import Identity, Scope, Tenant
 from tasks.services import workers
+
+REFUSAL = "slotkeeper.refusal"
+"""In the WSGI environment: why a submit was refused that was not answered directly (app/api/direct_submit.py)."""
 
 api = blueprint("queue", "Submit", "/queue", scope=Scope.SUBMIT)
 
 
 def show_rates(response: Response) -> Response:
     """Say what is left of rates and slot time, as draft-ietf-httpapi-ratelimit-headers-10 defines it."""
-    rates = g.get("rates", ())
-    if rates:
-        units = {rate.name: f';qu="{rate.unit}"' if rate.unit else "" for rate in rates}
-        policies = [f'"{rate.name}";q={rate.quota};w={rate.window_s}{units[rate.name]}' for rate in rates]
-        response.headers["RateLimit-Policy"] = ", ".join(policies)
-        response.headers["RateLimit"] = ", ".join(f'"{rate.name}";r={rate.left};t={rate.reset_s}' for rate in rates)
+    for name, value in rate_headers(g.get("rates", ())):
+        response.headers[name] = value
     return response
+
+
+def rate_headers(rates: Sequence[LimitStatus]) -> list[tuple[str, str]]:
+    """Return the headers that say what is left of rates."""
+    if not rates:
+        return []
+    units = {rate.name: f';qu="{rate.unit}"' if rate.unit else "" for rate in rates}
+    policies = [f'"{rate.name}";q={rate.quota};w={rate.window_s}{units[rate.name]}' for rate in rates]
+    left = [f'"{rate.name}";r={rate.left};t={rate.reset_s}' for rate in rates]
+    return [("RateLimit-Policy", ", ".join(policies)), ("RateLimit", ", ".join(left))]
 
 
 api.after_request(show_rates)
@@ -67,14 +78,22 @@ def submit(body: SubmitBody) -> tuple[dict[str, Any], int, dict[str, str]]:
     model or tenant accepts no new jobs, or the Idempotency-Key was used for another request.  402: the tenant has too
     few credits.
     """
-    sender, environ = current_identity(), request.environ
+    if (refusal := request.environ.get(REFUSAL)) is not None:
+        raise refusal
+    receipt, g.rates = accept(body, current_identity(), request.environ, dispatcher())
+    return receipt, 202, {"Location": receipt["links"]["self"]}
+
+
+def accept(
+    body: SubmitBody, sender: Identity, environ: Mapping[str, Any], dispatcher: Dispatcher
+) -> tuple[dict[str, Any], Sequence[LimitStatus]]:
+    """Submit the job of a request, and return its ReceiptView, and what is left of the sender's rates."""
     job = submission(body, sender.tenant, environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("HTTP_TRACEPARENT"))
-    (receipt,) = dispatcher().submit([job], sender)
-    g.rates = receipt.rates
+    (receipt,) = dispatcher.submit([job], sender)
     accepted = receipt.accepted
-    position, links = position_fields(accepted.state, _position_of(receipt)), _links(accepted.id)
-    view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=links)
-    return view, 202, {"Location": links["self"]}
+    position = position_fields(accepted.state, _position_of(receipt, dispatcher))
+    view = ReceiptView.build(accepted, **position, notice=_notice(receipt), links=_links(accepted.id))
+    return view, receipt.rates
 
 
 @api.post(
@@ -129,12 +148,12 @@ def _find_batch_name(receipt: Receipt) -> str | None:
     return None if job is None else job.batch
 
 
-def _position_of(receipt: Receipt) -> QueuePosition:
+def _position_of(receipt: Receipt, dispatcher: Dispatcher) -> QueuePosition:
     if receipt.accepted.state is not State.QUEUED:
         return QueuePosition()
     if receipt.accepted.enters_queue:
-        return positions.queue_position(dispatcher(), workers(), receipt.job, receipt.position)
-    return positions.read_position(dispatcher(), workers(), receipt.job)
+        return positions.queue_position(dispatcher, workers(), receipt.job, receipt.position)
+    return positions.read_position(dispatcher, workers(), receipt.job)
 
 
 def _notice(receipt: Receipt) -> str | None:

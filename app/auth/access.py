@@ -61,7 +61,7 @@ def key_cache_of(app: Flask) -> KeyCache | None:
 def register(app: Flask) -> None:
     """Authorize each request to a view of `app`."""
     app.before_request(authorize)
-    app.teardown_request(_reset_actor)
+    app.teardown_request(reset_actor)
 
 
 def configure_access(app: Flask, settings: AppSettings, database: Database) -> None:
@@ -119,17 +119,17 @@ def page_access(view: View) -> View:
 
 def set_identity(identity: Identity) -> None:
     """Set who sends this request, whom the page has authenticated by its cookie."""
+    g.identity = identity
     _set_actor(identity, request.environ, "page")
 
 
 def _set_actor(identity: Identity, environ: Mapping[str, Any], interface: str) -> None:
-    """Set who sends this request, and the actor for the audit log and the log."""
-    g.identity = identity
+    """Set the actor for the audit log and the log."""
     logs.bind_context(tenant=identity.tenant.name)
     audit.set_actor(Actor(identity.tenant.name, interface, environ.get("REMOTE_ADDR") or None))
 
 
-def _reset_actor(_: BaseException | None) -> None:
+def reset_actor(_: BaseException | None = None) -> None:
     """Remove the actor: the next request of this thread may have another tenant."""
     audit.set_actor(audit.SYSTEM)
     logs.bind_context()
@@ -168,8 +168,9 @@ def authorize() -> None:
     view, cache = current_app.view_functions.get(endpoint), key_cache()
     if view is None or getattr(view, "has_own_auth", False):
         return
+    settings = context().settings
     if cache is None:
-        reject_remote(environ)
+        reject_remote(environ, settings)
     if getattr(view, "public", False) or getattr(view, "is_page", False):
         return
     if getattr(view, "shows_metrics", False):
@@ -180,12 +181,21 @@ def authorize() -> None:
     if method in _CHANGING_METHODS:
         reject_form_body(request)
     if method != "OPTIONS":  # Its response names the methods of a path, and nothing else.
-        is_command_line = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
-        identity = _identify(environ, cache)
-        _set_actor(identity, environ, "command line" if is_command_line else "REST")
         required = scope_of(current_app, endpoint)
         assert required is not None, "checked when the application was configured"
-        identity.require(required)
+        g.identity = identify_sender(environ, cache, required)
+
+
+def identify_sender(environ: Mapping[str, Any], cache: KeyCache | None, required: Scope) -> Identity:
+    """Return who sends a request to a view that requires a scope, and set the actor for the audit log and the log.
+
+    Raises Unauthorized, ScopeMissing.
+    """
+    identity = _identify(environ, cache)
+    is_command_line = environ.get("HTTP_USER_AGENT") == _COMMAND_LINE
+    _set_actor(identity, environ, "command line" if is_command_line else "REST")
+    identity.require(required)
+    return identity
 
 
 def _has_metrics_key(environ: Mapping[str, Any]) -> bool:
@@ -210,16 +220,16 @@ def _identify(environ: Mapping[str, Any], cache: KeyCache | None) -> Identity:
 # -- without keys ------------------------------------------------------------------------------------------
 
 
-def reject_remote(environ: Mapping[str, Any]) -> None:
+def reject_remote(environ: Mapping[str, Any], settings: AppSettings) -> None:
     """Refuse requests from another machine, to a foreign host name, or from another site.  Raises ProblemError."""
     remote = environ.get("REMOTE_ADDR", "")
     if remote and not is_loopback(remote.partition("%")[0]):
         raise ProblemError(
             403, "not_local", "Not this machine", f"Without keys the API serves only this machine. {_KEYS}"
         )
-    reject_forwarded(environ, remote)
+    reject_forwarded(environ, remote, settings)
     host = environ.get("HTTP_HOST", "")
-    if not _is_own_host(host):
+    if not _is_own_host(host, settings):
         detail = f"Without keys the Host header must name this machine, such as 127.0.0.1 or localhost. {_KEYS}"
         raise ProblemError(421, "wrong_host", "Wrong Host header", detail)
     if environ["REQUEST_METHOD"] in _CHANGING_METHODS and not _is_same_origin(environ, host):
@@ -231,7 +241,7 @@ def reject_remote(environ: Mapping[str, Any]) -> None:
         )
 
 
-def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
+def reject_forwarded(environ: Mapping[str, Any], remote: str, settings: AppSettings) -> None:
     """Refuse a request that an untrusted proxy forwarded: its clients would count as this machine.
 
     Raises ProblemError.
@@ -239,7 +249,7 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     variable = next(filter(_FORWARDED.fullmatch, environ), None)
     if variable is None:
         return
-    if remote and context().settings.is_trusted_proxy(remote.partition("%")[0]):
+    if remote and settings.is_trusted_proxy(remote.partition("%")[0]):
         return
     header = variable.removeprefix("HTTP_").replace("_", "-").title()
     detail = (
@@ -250,10 +260,10 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str) -> None:
     raise ProblemError(403, "forwarded", "Forwarded by a proxy", detail)
 
 
-def _is_own_host(host: str) -> bool:
+def _is_own_host(host: str, settings: AppSettings) -> bool:
     """Return whether the Host header names this machine."""
     name = _host_name(host)
-    return name is not None and (is_loopback(name) or name in context().settings.own_hostnames)
+    return name is not None and (is_loopback(name) or name in settings.own_hostnames)
 
 
 @lru_cache(maxsize=64)

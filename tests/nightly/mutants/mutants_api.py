@@ -6,10 +6,26 @@ MUTANTS = [
     Mutant(
         "a proxied request is taken for a local one",
         "app.auth.access:reject_remote",
-        drop("reject_forwarded(environ, remote)"),
+        drop("reject_forwarded(environ, remote, settings)"),
         kills=["test_without_keys_what_a_proxy_passes_on_is_refused_with_the_remedy"],
         breaks="authentication",
         still="test_a_proxy_that_is_named_is_served",
+    ),
+    Mutant(
+        "a submit that Flask does not see comes from anywhere",
+        "app.api.direct_submit:DirectSubmit._submit",
+        never("self._keys is None"),
+        kills=["test_who_may_not_submit_without_keys_is_refused_as_by_flask"],
+        breaks="authentication",
+        still="test_an_accepted_job_is_answered_as_flask_would",
+    ),
+    Mutant(
+        "the next request of a thread acts for the tenant before",
+        "app.api.direct_submit:DirectSubmit._submit",
+        drop("access.reset_actor()"),
+        kills=["test_the_next_request_of_the_thread_is_nobodys"],
+        breaks="audit",
+        still="test_an_accepted_job_is_answered_as_flask_would",
     ),
     Mutant(
         "invalid keys crowd out valid ones",
@@ -120,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "each key opens each view",
-        "app.auth.access:authorize",
+        "app.auth.access:identify_sender",
         drop("identity.require(required)"),
         kills=["test_a_refusal_says_what_the_key_may_and_what_is_needed"],
         breaks="authorization",

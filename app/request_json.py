@@ -25,7 +25,8 @@ from slotkeeper.errors import InvalidRequest
 
 BODY_COMPLETE = "slotkeeper.body_complete"
 """In the WSGI environment: the server has read the body to its end."""
-_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_BEGIN = re.compile(r"[ \t\n\r]*(\[)[ \t\n\r]*(?:(\])[ \t\n\r]*)?")  # of an array, which may be empty
+_NEXT = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")  # after an element
 MAX_BATCH_JOBS = 1000
 NDJSON = "application/x-ndjson"
 _ITEM = BatchItem.model_json_schema()
@@ -83,15 +84,14 @@ def iter_array(text: bytes, longest: int) -> Iterator[Any]:
     facts: dict[str, int] = {}
     with _parse_errors_as_problems(facts):
         array = text.decode()
-        at = _skip_sign("[", array, 0)
-        while not array.startswith("]", at):
-            at = _skip_sign(",", array, at) if facts else at
+        sign, at = _match_sign(_BEGIN, array, 0)
+        while sign != "]":
             facts["index"] = facts.get("index", -1) + 1
             value, at = _parse_element(array, at, longest)
             yield value
-            at = _skip_whitespace(array, at)
-        if (end := _skip_sign("]", array, at)) < len(array):
-            raise json.JSONDecodeError("Extra data", array, end)
+            sign, at = _match_sign(_NEXT, array, at)
+        if at < len(array):
+            raise json.JSONDecodeError("Extra data", array, at)
 
 
 def starts_array(text: bytes) -> bool:
@@ -110,18 +110,16 @@ def _parse_element(text: str, at: int, longest: int) -> tuple[Any, int]:
     return value, at + length
 
 
-def _skip_sign(sign: str, text: str, at: int) -> int:
-    """Return the offset after this sign and the whitespace around it.  Raises JSONDecodeError."""
-    at = _skip_whitespace(text, at)
-    if not text.startswith(sign, at):
-        raise json.JSONDecodeError(f"Expecting {sign!r}", text, at)
-    return _skip_whitespace(text, at + 1)
+def _match_sign(signs: re.Pattern[str], text: str, at: int) -> tuple[str, int]:
+    """Return the last of the signs at an offset, and the offset after it and the whitespace around it.
 
-
-def _skip_whitespace(text: str, at: int) -> int:
-    match = _WHITESPACE.match(text, at)
-    assert match is not None, "the pattern also matches the empty string"
-    return match.end()
+    Raises JSONDecodeError if there is no such sign.
+    """
+    match = signs.match(text, at)
+    if match is None:
+        rest = text[at:].lstrip(" \t\n\r")
+        raise json.JSONDecodeError("Expecting ',' or ']'", text, len(text) - len(rest))
+    return match[match.lastindex or 0], match.end()
 
 
 @contextmanager

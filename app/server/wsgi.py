@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any
@@ -98,10 +99,16 @@ def build_environ(scope: Any) -> dict[str, Any]:
     for name, value in scope["headers"]:
         if b"_" in name:
             continue  # WSGI cannot distinguish it from the name with a hyphen, which a proxy may have checked.
-        key = _UNPREFIXED.get(name) or "HTTP_" + name.decode("latin-1").upper().replace("-", "_")
+        key = _variable(name)
         text = value.decode("latin-1")
         environ[key] = f"{environ[key]}{';' if name == b'cookie' else ','}{text}" if key in environ else text
     return environ
+
+
+@lru_cache(maxsize=256)
+def _variable(name: bytes) -> str:
+    """Return the variable of a header in the WSGI environment."""
+    return _UNPREFIXED.get(name) or "HTTP_" + name.decode("latin-1").upper().replace("-", "_")
 
 
 def call_wsgi(wsgi: Wsgi, environ: dict[str, Any], body: bytes, *, has_body: bool) -> Response:

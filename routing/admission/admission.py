@@ -127,8 +127,16 @@ class Admission:
         LIMITS.
         """
         checks, refused = self._collect_checks(request, context, phase, without)
+        if checks:
+            self._run_checks(request, checks)
+        if refused is not None:
+            limit, refusal = refused
+            raise self._count_refusal(limit, request, refusal)
+
+    def _run_checks(self, request: AdmissionRequest, checks: Sequence[tuple[Limit, RedisCheck]]) -> None:
+        """Ask Redis for all checks at once, and judge its results.  Raises the first refusal."""
         due = {n: check for n, (_, check) in enumerate(checks) if not self._queues.is_unavailable(check.fleet)}
-        results, failed = self._queues.run_each({n: check.command for n, check in due.items()}) if due else ({}, {})
+        results, failed = self._queues.run_each({n: check.command for n, check in due.items()})
         for n, error in failed.items():
             self._skip(due[n].fleet, error)
         for n, result in results.items():
@@ -137,9 +145,6 @@ class Admission:
                 check.judge(result)
             except REFUSALS as error:
                 raise self._count_refusal(limit, request, error) from None
-        if refused is not None:
-            limit, refusal = refused
-            raise self._count_refusal(limit, request, refusal)
 
     def _count_refusal(self, limit: Limit, request: AdmissionRequest, refusal: Exception) -> Exception:
         """Count a refusal, and return it with what is left of the limits that count."""
@@ -160,10 +165,11 @@ class Admission:
         """Return the checks of limits up to the first that refuses without Redis, and its refusal."""
         checks: list[tuple[Limit, RedisCheck]] = []
         for limit in submit_limits.LIMITS:
+            if limit.phase is not phase or limit.name in without:
+                continue
             try:
-                if limit.phase is phase and limit.name not in without:
-                    for check in limit.check(request, context):
-                        checks.append((limit, check))
+                for check in limit.check(request, context):
+                    checks.append((limit, check))
             except REFUSALS as refusal:
                 return checks, (limit, refusal)
         return checks, None

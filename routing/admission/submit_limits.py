@@ -83,6 +83,14 @@ class AdmissionRequest:
             found.setdefault((job.model, job.tenant), []).append(job)
         return found
 
+    @cached_property
+    def counts_by_tenant(self) -> dict[str, int]:
+        """Tenant -> how many of the jobs it submits."""
+        found: dict[str, int] = {}
+        for (_, tenant), jobs in self.by_account.items():
+            found[tenant] = found.get(tenant, 0) + len(jobs)
+        return found
+
 
 class ConstraintCounts(NamedTuple):
     """How many different constraints would wait."""
@@ -182,14 +190,13 @@ def has_eligible_server(job: NewJob, catalog: CatalogSnapshot) -> bool:
 
 def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse a job whose constraints no registered server meets, if its model wants that; others wait for a server."""
-    catalog, checked = context.catalog, list[NewJob]()
-    with error_index(checked):
-        for job in request.jobs:
-            refuses = catalog.resolve(job.model).config.unmatched == "refuse"
-            if refuses and job.constraints and not has_eligible_server(job, catalog):
-                why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
+    catalog = context.catalog
+    for index, job in enumerate(request.jobs):
+        refuses = job.constraints and catalog.resolve(job.model).config.unmatched == "refuse"
+        if refuses and not has_eligible_server(job, catalog):
+            why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
+            with error_index(range(index)):
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
-            checked.append(job)
     return ()
 
 
@@ -198,13 +205,11 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
 
 def check_allowed(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model, a priority or a size that their tenant may not submit."""
-    checked: list[NewJob] = []
-    with error_index(checked):
-        for job in request.jobs:
-            limits = context.catalog.limits_of(job.tenant)
-            if limits is not NO_LIMITS or job.constraints:
+    for index, job in enumerate(request.jobs):
+        limits = context.catalog.limits_of(job.tenant)
+        if limits is not NO_LIMITS or job.constraints:
+            with error_index(range(index)):
                 _check_job(job, limits)
-            checked.append(job)
     return ()
 
 
@@ -260,7 +265,7 @@ def _explain_closed(kind: str, name: str, owner: Model | TenantState) -> str:
 
 def check_quota(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Limit the slot time of a tenant a day and a month.  Jobs that were accepted before run all the same."""
-    for tenant in dict.fromkeys(job.tenant for job in request.jobs):
+    for tenant in request.counts_by_tenant:
         limits = context.catalog.limits_of(tenant)
         if limits.slot_s_per_day is not None or limits.slot_s_per_month is not None:
             _check_slot_time(request, tenant, limits, context.slot_times.of(tenant, request.now_ms))
@@ -295,10 +300,11 @@ def _check_slot_time(request: AdmissionRequest, tenant: str, limits: TenantLimit
 
 def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:
     """Limit how many jobs wait: of a model, or of each of its tenants where its policy separates them."""
-    counts = Counter[tuple[str, str | None]]()
+    counts: dict[tuple[str, str | None], int] = {}
     for (name, tenant), jobs in request.by_account.items():
         by_tenant = POLICIES[context.catalog.resolve(name).config.policy].is_by_tenant
-        counts[name, tenant if by_tenant else None] += len(jobs)
+        whose = tenant if by_tenant else None
+        counts[name, whose] = counts.get((name, whose), 0) + len(jobs)
     for (name, whose), count in counts.items():
         model, slots = context.catalog.resolve(name), context.queues.count_slots(context.catalog, name)
         limit = queue_limit(model.config, slots)
@@ -308,8 +314,7 @@ def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable
 
 def check_tenant_waiting(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[int]]:
     """Limit how many jobs of a tenant wait, of all models together."""
-    counts = Counter(job.tenant for job in request.jobs)
-    for tenant, count in counts.items():
+    for tenant, count in request.counts_by_tenant.items():
         limit = context.catalog.limits_of(tenant).max_waiting
         if limit is not None:
             yield from _tenant_waiting_checks(context, tenant, count, limit)

@@ -233,8 +233,8 @@ class Queues:
         """
         if time_left() < self._settings.redis_timeout_s:
             return True
-        now = time.monotonic()
-        return any(now < self._unavailable_until.get(key, 0.0) for key in {None, fleet})
+        until = self._unavailable_until
+        return time.monotonic() < max(until.get(None, 0.0), until.get(fleet, 0.0))
 
     def mark_unavailable(self, fleet: str | None = None, error: RedisError | None = None) -> None:
         """Note that Redis does not answer, or, if `error` is of another kind, that this fleet's queue fails."""

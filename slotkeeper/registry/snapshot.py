@@ -130,7 +130,16 @@ class CatalogSnapshot:
 
     def servers_for(self, model: str) -> list[Server]:
         """Return the servers of a model that take jobs; nodes that are not connected are among them."""
-        return [server for server in self.servers.values() if model in server.endpoints and server.takes_jobs]
+        return self._servers_by_model.get(model, [])
+
+    @cached_property
+    def _servers_by_model(self) -> Mapping[str, list[Server]]:
+        found = defaultdict[str, list[Server]](list)
+        for server in self.servers.values():
+            if server.takes_jobs:
+                for model in server.endpoints:
+                    found[model].append(server)
+        return found
 
 
 def _explain_unknown(name: str, known: Iterable[str]) -> str:

@@ -246,7 +246,7 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str, settings: AppSetti
 
     Raises ProblemError.
     """
-    variable = next(filter(_FORWARDED.fullmatch, environ), None)
+    variable = next(filter(_is_forwarding, environ), None)
     if variable is None:
         return
     if remote and settings.is_trusted_proxy(remote.partition("%")[0]):
@@ -258,6 +258,12 @@ def reject_forwarded(environ: Mapping[str, Any], remote: str, settings: AppSetti
         "SLOTKEEPER_TRUSTED_PROXIES if only trusted clients can reach it."
     )
     raise ProblemError(403, "forwarded", "Forwarded by a proxy", detail)
+
+
+@lru_cache(maxsize=1024)
+def _is_forwarding(variable: str) -> bool:
+    """Return whether this variable of the WSGI environment is a header that a proxy adds."""
+    return _FORWARDED.fullmatch(variable) is not None
 
 
 def _is_own_host(host: str, settings: AppSettings) -> bool:

@@ -127,6 +127,8 @@ def _reason_of(run: Run, outcome: Outcome, config: ModelConfig, now_ms: int, can
             return Reason.FINISHED
         case OutcomeKind.FAILED:
             return Reason.INVALID_REQUEST
+        case OutcomeKind.OVERDUE:
+            return Reason.DEADLINE_PASSED
         case _ if run.is_overdue(now_ms):  # No time is left to try again.
             return Reason.DEADLINE_PASSED
         case OutcomeKind.CANCELED if canceling:

@@ -21,7 +21,8 @@ class OutcomeKind(StrEnum):
     DONE = "done"  # the server has a result
     PENDING = "pending"  # accepted, still running: poll, or wait for the push
     FAILED = "failed"  # the request itself is wrong, or its result cannot be kept: final, no retry
-    RETRY = "retry"  # the server answered with an error or nonsense: costs one retry
+    RETRY = "retry"  # the server answered with an error or nonsense, or took too long: costs one retry
+    OVERDUE = "overdue"  # the job's own deadline has passed: it is not tried again
     BUSY = "busy"  # no free slot there: costs nothing
     CANCELED = "canceled"  # the server canceled the job on request
     LOST = "lost"  # the server does not know the job (any more)
@@ -40,7 +41,7 @@ class Outcome(NamedTuple):
     retry_after_s: float | None = None  # BUSY, RETRY: the server's wish, in seconds
     progress: Any = None  # PENDING: how far it is, as the server says it
     server_still_running: bool = (
-        False  # CANCELED, FAILED, LOST, RETRY: it ends here, and its server may go on with it all the same
+        False  # CANCELED, FAILED, LOST, OVERDUE, RETRY: it ends here, and its server may go on with it all the same
     )
     # DONE: the signed envelope of the result as JSON, if the server's description names its place; once it is
     # verified, a SignedResult.

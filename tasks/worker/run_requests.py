@@ -36,15 +36,15 @@ class RunRequests:
         self.run, self.config, self._description = run, config, description
         self._model_version, self._changes_model = model_version, changes_model
         self._poll_details: RunDetails | None = None
-        self._ends_s = 0.0  # monotonic
+        self._ends_s, self._ends_by_deadline = 0.0, False  # monotonic; whether that is the job's own deadline
         self.count_time_from(run.sent_ms or run.started_ms)
 
     def count_time_from(self, began_ms: int) -> None:
         """Count the run's longest time from this moment, up to the job's own deadline."""
-        ends_ms = began_ms + self.config.max_poll_time * 1000
-        if self.run.deadline_ms is not None:
-            ends_ms = min(ends_ms, self.run.deadline_ms)
-        self._ends_s = time.monotonic() + max(ends_ms - now_ms(), 0) / 1000
+        longest_ms = began_ms + self.config.max_poll_time * 1000
+        deadline_ms = longest_ms if self.run.deadline_ms is None else self.run.deadline_ms
+        self._ends_by_deadline = deadline_ms < longest_ms
+        self._ends_s = time.monotonic() + max(min(longest_ms, deadline_ms) - now_ms(), 0) / 1000
 
     @property
     def left_s(self) -> float:
@@ -53,8 +53,12 @@ class RunRequests:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the job's own deadline has passed."""
-        return self.run.is_overdue(now_ms())
+        """Whether the job's own deadline has passed.
+
+        By the clock, or by the time that was left when it was last counted: the clock is an estimate, which may have
+        moved back a little since, and does not tell of a run under which it was set.
+        """
+        return self.run.is_overdue(now_ms()) or (self._ends_by_deadline and self.left_s <= 0)
 
     @property
     def poll_details(self) -> RunDetails:

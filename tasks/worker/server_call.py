@@ -35,7 +35,7 @@ _CANCELED_UNCONFIRMED = Outcome(
     OutcomeKind.CANCELED, message="Canceled; the server did not confirm it.", server_still_running=True
 )
 _OVERDUE_UNSENT = Outcome(
-    OutcomeKind.RETRY,
+    OutcomeKind.OVERDUE,
     code="deadline_passed",
     message="The job's deadline (ttl) had passed before it was sent to a server.",
 )
@@ -351,15 +351,14 @@ class ServerCall:
 
     async def _time_out(self, last: Outcome) -> Outcome:
         """Cancel the run at its server, and return the outcome of a run that has taken too long."""
-        await self._cancellation.send(self.remote_id)
+        kind, code, message = OutcomeKind.RETRY, "timed_out", "Exceeded max_poll_time."
         if self._requests.is_overdue:
-            code, message = "deadline_passed", "The job's own deadline (ttl) passed while it ran."
-        else:
-            code, message = "timed_out", "Exceeded max_poll_time."
+            kind, code = OutcomeKind.OVERDUE, "deadline_passed"
+            message = "The job's own deadline (ttl) passed while it ran."
+        await self._cancellation.send(self.remote_id)
         if last.message:
             message = f"{message} Last: {last.message}"
-        is_still_running = not self._cancellation.frees_slot
-        return Outcome(OutcomeKind.RETRY, code=code, message=message, server_still_running=is_still_running)
+        return Outcome(kind, code=code, message=message, server_still_running=not self._cancellation.frees_slot)
 
 
 def _is_undecided(outcome: Outcome | StopReason) -> TypeGuard[Outcome]:

@@ -81,6 +81,7 @@ def test_what_an_end_says_of_its_server(kind, signal):
         (OutcomeKind.RETRY, Reason.SERVER_ERROR, Budget.FAILURES),
         (OutcomeKind.CANCELED, Reason.SERVER_ERROR, Budget.FAILURES),
         (OutcomeKind.LOST, Reason.SERVER_LOST, Budget.CRASHES),
+        (OutcomeKind.OVERDUE, Reason.DEADLINE_PASSED, Budget.NOTHING),
     ],
 )
 def test_each_outcome_costs_one_budget(kind, why, budget):

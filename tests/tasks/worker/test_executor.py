@@ -518,6 +518,23 @@ def test_a_job_whose_deadline_passes_before_it_is_sent_never_reaches_a_server(st
     assert server.asked == [] and "before it was sent" in (stage.job(job_id).error_message or "")
 
 
+def test_a_run_that_its_deadline_ends_costs_no_retry_though_the_clock_lags(stage, worker, server) -> None:
+    stage.register(model_type="async", poll_interval=0.01)
+    stage.submit(ttl_s=0.2)
+    server.answers = [Outcome(OutcomeKind.PENDING, remote_id="r")] * 1000
+    job = run(stage)  # The clock of the test stands still meanwhile.
+    assert (job.state, job.why, job.error_code) == (State.EXPIRED, Reason.DEADLINE_PASSED, "deadline_passed")
+    assert job.failures == 0 and server.asked[-1] == "cancel"
+
+
+def test_a_run_that_exceeds_max_poll_time_before_its_deadline_costs_a_retry(stage, worker, server) -> None:
+    stage.register(model_type="async", poll_interval=0.01, max_poll_time=0.2)
+    stage.submit(ttl_s=60)
+    server.answers = [Outcome(OutcomeKind.PENDING, remote_id="r")] * 1000
+    job = run(stage)
+    assert (job.state, job.error_code, job.failures) == (State.DELAYED, "timed_out", 1)
+
+
 def test_a_passed_deadline_is_the_stored_reason_even_if_the_last_request_failed(stage, worker, server) -> None:
     stage.register()
     stage.submit(ttl_s=1)

@@ -7,6 +7,7 @@ connection of the owner with the most bytes is closed.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -28,6 +29,9 @@ _PARSE_BYTES = 1 << 10  # bytes parsed at once: few bytes may hold many requests
 _MAX_UNPARSED_BYTES = 64 << 10  # bytes read ahead from the network
 _MAX_FRAMING_BYTES = 64 << 10  # bytes of a chunked body between two pieces of content
 DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
+# Many clients send a head, and its body just after it.  Both together take less time than one after the other.
+_HAS_BODY = re.compile(rb"\r\ncontent-length:[ \t]*[1-9]", re.IGNORECASE)
+_BODY_FOLLOWS_S = 0.005
 _UPGRADE_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 
@@ -197,8 +201,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self.limits.mark_active(self)
         if self._refused is None:
+            is_idle = not self._unparsed and not self._cycles
             self._unparsed += data
-            self._parse_received()
+            if is_idle and data.endswith(b"\r\n\r\n") and _HAS_BODY.search(data):
+                self.loop.call_later(_BODY_FOLLOWS_S, self._parse_received)
+            else:
+                self._parse_received()
         if len(self._unparsed) > _MAX_UNPARSED_BYTES:
             self.flow.pause_reading()
 

@@ -15,6 +15,7 @@ import requests
 
 from app.auth.api_keys import KeyCache
 from app.config import AppSettings
+from app.server import http_protocol
 from app.server.application import HttpRequest, WebApplication
 from app.server.http_protocol import LimitedHttpProtocol
 from slotkeeper.client import Client
@@ -335,6 +336,34 @@ def test_data_after_an_upgrade_request_is_not_read(address: tuple[str, int]) -> 
     answers = _exchange(address, GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
     assert _statuses(answers) == [200]
     assert b"/hidden" not in answers
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 4", b"content-length:4"])
+def test_a_head_waits_a_moment_for_its_body(web: Web, monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "_BODY_FOLLOWS_S", 60.0)
+    SEEN.clear()
+    with socket.create_connection(web.address, 10) as connection:
+        connection.sendall(POST + length + b"\r\nConnection: close\r\n\r\n")
+        eventually(lambda: any(one._unparsed for one in _protocols_of(web, connection)), "the head is held")
+        assert not any(protocol._cycles for protocol in _protocols_of(web, connection))
+        connection.sendall(b"body")
+        assert _last_body(_read_all(connection))["body"] == "body"
+
+
+def test_a_body_that_comes_later_than_its_head_is_read(web: Web) -> None:
+    with socket.create_connection(web.address, 10) as connection:
+        connection.sendall(POST + b"Content-Length: 4\r\nConnection: close\r\n\r\n")
+        eventually(lambda: any(one._cycles for one in _protocols_of(web, connection)), "the request begins")
+        connection.sendall(b"body")
+        assert _last_body(_read_all(connection))["body"] == "body"
+
+
+@pytest.mark.parametrize("head", [GET + b"\r\n", POST + b"Content-Length: 0\r\n\r\n"])
+def test_a_request_without_a_body_waits_for_none(web: Web, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "_BODY_FOLLOWS_S", 60.0)
+    with socket.create_connection(web.address, 10) as connection:
+        connection.sendall(head)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("sent", [GET, POST + b"Content-Length: 5\r\n\r\nabcd", b"GE"])

@@ -56,7 +56,7 @@ class RunRequests:
         """Whether the job's own deadline has passed.
 
         By the clock, or by the time that was left when it was last counted: the clock is an estimate, which may have
-        moved back a little since, and does not tell of a run under which it was set.
+        moved back a little since, and it says nothing of a run under which it was set.
         """
         return self.run.is_overdue(now_ms()) or (self._ends_by_deadline and self.left_s <= 0)
 

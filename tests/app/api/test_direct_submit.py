@@ -64,7 +64,7 @@ def test_an_accepted_job_is_answered_as_flask_would(api: Api, through_flask: lis
 
 
 @KEYED
-def test_what_is_left_of_a_rate_is_told_as_flask_would(api: Api, settings: dict[str, str]) -> None:
+def test_the_headers_say_what_is_left_of_a_rate(api: Api, settings: dict[str, str]) -> None:
     operator, tenant = api.tenant("root", admin=True), api.tenant("acme")
     api.client.put("/admin/model-configs/zimg", json={}, headers=operator)
     api.client.patch("/admin/tenants/acme", json={"limits": {"rate_per_s": 1, "burst": 9}}, headers=operator)

@@ -156,6 +156,7 @@ print(json.dumps({"first": second.parent.id, "second": second.id}))
 """
 
 
+@pytest.mark.usefixtures("acme_key")
 def test_a_step_after_a_revoked_key_is_refused(keyed: Stack, operator: HttpApi, bare: Celery) -> None:
     key = json.loads(_slotkeeper(keyed, "keys", "add", "acme", "--name", "short", "--json"))
     brief = json.loads(_slotkeeper(keyed, "keys", "token", "acme", "short", "--json"))["token"]
@@ -189,6 +190,7 @@ except Exception as error:
     assert "may not submit for 'bravo'" in other["detail"]
 
 
+@pytest.mark.usefixtures("acme_key")
 def test_a_key_that_may_not_submit_makes_no_job_and_no_token(keyed: Stack, operator: HttpApi) -> None:
     reader = json.loads(_slotkeeper(keyed, "keys", "add", "acme", "--name", "reader", "--scope", "read", "--json"))
     script = """

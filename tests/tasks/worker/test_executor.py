@@ -522,7 +522,7 @@ def test_a_run_that_its_deadline_ends_costs_no_retry_though_the_clock_lags(stage
     stage.register(model_type="async", poll_interval=0.01)
     stage.submit(ttl_s=0.2)
     server.answers = [Outcome(OutcomeKind.PENDING, remote_id="r")] * 1000
-    job = run(stage)  # The clock of the test stands still meanwhile.
+    job = run(stage)  # The test's clock does not move.
     assert (job.state, job.why, job.error_code) == (State.EXPIRED, Reason.DEADLINE_PASSED, "deadline_passed")
     assert job.failures == 0 and server.asked[-1] == "cancel"
 

@@ -27,6 +27,7 @@ EXTENSION = "slotkeeper"
 _SHARE = 4  # An owner may hold one fourth of all buffered bytes.
 _PARSE_BYTES = 1 << 10  # bytes parsed at once: few bytes may hold many requests, and each uses much more memory
 _MAX_UNPARSED_BYTES = 64 << 10  # bytes read ahead from the network
+_UNPAUSED_BYTES = 4 << 10  # of responses that the network has not taken
 _MAX_FRAMING_BYTES = 64 << 10  # bytes of a chunked body between two pieces of content
 DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
 # Many clients send a head, and its body just after it.  Both together take less time than one after the other.
@@ -187,7 +188,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1, low=0)  # Writing is paused until all data is sent.
+        # A small response leaves in one write; after more, writing is paused until all data is sent.
+        transport.set_write_buffer_limits(high=_UNPAUSED_BYTES, low=0)
         self.limits.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -31,6 +31,7 @@ _UNPAUSED_BYTES = 4 << 10  # of responses that the network has not taken
 _MAX_FRAMING_BYTES = 64 << 10  # bytes of a chunked body between two pieces of content
 DISCARD_S = 5.0  # how long the rest of a refused request is read: else the client may not read the response
 # Many clients send a head, and its body just after it.  Both together take less time than one after the other.
+_HEAD_END = b"\r\n\r\n"
 _HAS_BODY = re.compile(rb"\r\ncontent-length:[ \t]*[1-9]", re.IGNORECASE)
 _BODY_FOLLOWS_S = 0.005
 _UPGRADE_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
@@ -205,7 +206,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused is None:
             is_idle = not self._unparsed and not self._cycles
             self._unparsed += data
-            if is_idle and data.endswith(b"\r\n\r\n") and _HAS_BODY.search(data):
+            if is_idle and data.find(_HEAD_END) == len(data) - len(_HEAD_END) and _HAS_BODY.search(data):
                 self.loop.call_later(_BODY_FOLLOWS_S, self._parse_received)
             else:
                 self._parse_received()

@@ -358,11 +358,18 @@ def test_a_body_that_comes_later_than_its_head_is_read(web: Web) -> None:
         assert _last_body(_read_all(connection))["body"] == "body"
 
 
-@pytest.mark.parametrize("head", [GET + b"\r\n", POST + b"Content-Length: 0\r\n\r\n"])
-def test_a_request_without_a_body_waits_for_none(web: Web, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+@pytest.mark.parametrize(
+    "whole",
+    [
+        GET + b"\r\n",
+        POST + b"Content-Length: 0\r\n\r\n",
+        POST + b"Content-Length: 5\r\n\r\na\r\n\r\n",
+    ],
+)
+def test_a_whole_request_waits_for_nothing(web: Web, monkeypatch: pytest.MonkeyPatch, whole: bytes) -> None:
     monkeypatch.setattr(http_protocol, "_BODY_FOLLOWS_S", 60.0)
     with socket.create_connection(web.address, 10) as connection:
-        connection.sendall(head)
+        connection.sendall(whole)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 

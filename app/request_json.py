@@ -7,7 +7,6 @@ silently keeps the last of duplicate keys; both would change the value that the 
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from io import BytesIO
 from typing import Any, NoReturn
@@ -71,8 +70,10 @@ def parse_json(text: bytes, part: str = "body", **facts: Any) -> Any:
 
     part: what the text is of the request, for the error.
     """
-    with _parse_errors_as_problems(facts, part):
+    try:
         return _decoder.decode(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise _parse_problem(error, facts, part) from None
 
 
 def iter_array(text: bytes, longest: int) -> Iterator[Any]:
@@ -82,7 +83,7 @@ def iter_array(text: bytes, longest: int) -> Iterator[Any]:
     the caller can stop in between.
     """
     facts: dict[str, int] = {}
-    with _parse_errors_as_problems(facts):
+    try:
         array = text.decode()
         sign, at = _match_sign(_BEGIN, array, 0)
         while sign != "]":
@@ -92,6 +93,8 @@ def iter_array(text: bytes, longest: int) -> Iterator[Any]:
             sign, at = _match_sign(_NEXT, array, at)
         if at < len(array):
             raise json.JSONDecodeError("Extra data", array, at)
+    except (ValueError, RecursionError) as error:
+        raise _parse_problem(error, facts) from None
 
 
 def starts_array(text: bytes) -> bool:
@@ -122,28 +125,22 @@ def _match_sign(signs: re.Pattern[str], text: str, at: int) -> tuple[str, int]:
     return match[match.lastindex or 0], match.end()
 
 
-@contextmanager
-def _parse_errors_as_problems(facts: dict[str, Any], part: str = "body") -> Iterator[None]:
-    """Raise a ProblemError for each error of the parser."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise _malformed(f"byte {error.start} is no UTF-8", facts, part) from None
-    except json.JSONDecodeError as error:
-        raise _malformed(f"{error.msg} in line {error.lineno}, column {error.colno}", facts, part) from None
-    except RecursionError:
-        raise _malformed("it is nested too deeply", facts, part) from None
-    except _Refused as error:
-        raise _malformed(str(error), facts, part) from None
-    except ValueError:  # Python's limit on the digits of an integer
-        errors = [{"field": "body", "message": json_text.TOO_MANY_DIGITS}]
-        detail = f"In the {part}, {json_text.TOO_MANY_DIGITS}."
-        raise ProblemError(
-            422, "invalid_request", "The request is not valid", detail, field="body", errors=errors, **facts
-        ) from None
-
-
-def _malformed(reason: str, facts: dict[str, Any], part: str) -> ProblemError:
+def _parse_problem(error: Exception, facts: dict[str, Any], part: str = "body") -> ProblemError:
+    """Return the problem for an error of the parser."""
+    match error:
+        case UnicodeDecodeError():
+            reason = f"byte {error.start} is no UTF-8"
+        case json.JSONDecodeError():
+            reason = f"{error.msg} in line {error.lineno}, column {error.colno}"
+        case RecursionError():
+            reason = "it is nested too deeply"
+        case _Refused():
+            reason = str(error)
+        case _:  # Python's limit on the digits of an integer
+            errors = [{"field": "body", "message": json_text.TOO_MANY_DIGITS}]
+            detail = f"In the {part}, {json_text.TOO_MANY_DIGITS}."
+            title = "The request is not valid"
+            return ProblemError(422, "invalid_request", title, detail, field="body", errors=errors, **facts)
     return ProblemError(400, "malformed_json", "Not valid JSON", f"The {part} is not valid JSON: {reason}.", **facts)
 
 

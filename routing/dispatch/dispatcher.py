@@ -6,8 +6,7 @@ and routing.maintenance brings Redis to it; no action waits for that.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -207,7 +206,7 @@ class Dispatcher:
             if model is not None:
                 by_fleet[model.fleet].append(job)
         for fleet, entering in by_fleet.items():
-            with self._postpone_if_unavailable(fleet, entering):
+            try:
                 if self.queues.is_unavailable(fleet) or not self._enqueue_postponed(fleet):
                     self._postponed.add(fleet, entering)
                     continue
@@ -218,6 +217,8 @@ class Dispatcher:
                 crash_at("submit_enqueued")
                 self.publish_offers(offers, entering if new else ())
                 crash_at("offer_published")
+            except (RedisError, DatabaseUnavailable) as error:
+                self._postpone(fleet, entering, error)
         return positions
 
     def enqueue_missing(self, fleet: str, jobs: Sequence[QueuedJob]) -> int:
@@ -244,17 +245,12 @@ class Dispatcher:
         self._postponed.advance(fleet, postponed, None if is_all else batch[-1].seq + 1)
         return is_all
 
-    @contextmanager
-    def _postpone_if_unavailable(self, fleet: str, jobs: Sequence[QueuedJob]) -> Iterator[None]:
-        """If a fleet's queue does not answer, leave its jobs to the sweep, or to this process's next call."""
-        try:
-            yield
-        except (RedisError, DatabaseUnavailable) as error:
-            # A Redis that does not answer costs its timeout once, not at every submit.
-            if isinstance(error, RedisError):
-                self.queues.mark_unavailable(fleet, error)
-            self._postponed.add(fleet, jobs)
-            log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
+    def _postpone(self, fleet: str, jobs: Sequence[QueuedJob], error: RedisError | DatabaseUnavailable) -> None:
+        """Leave jobs to the sweep, or to this process's next call: their fleet's queue does not answer."""
+        if isinstance(error, RedisError):  # Its timeout is paid once, not at every submit.
+            self.queues.mark_unavailable(fleet, error)
+        self._postponed.add(fleet, jobs)
+        log.warning("enqueue_postponed", fleet=fleet, jobs=len(jobs), error=str(error))
 
     # -- offers and ends -------------------------------------------------------------------------------------
 

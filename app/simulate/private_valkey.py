@@ -61,7 +61,7 @@ def _connect(process: "subprocess.Popen[bytes]", folder: Path) -> Redis:
             redis = Redis(
                 unix_socket_path=str(folder / "socket"),
                 socket_timeout=None,  # This is the only client, and a slow machine is not an error.
-                single_connection_client=True,
+                max_connections=1,
                 retry=Retry(NoBackoff(), 0),
             )
             redis.ping()

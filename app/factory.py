@@ -24,7 +24,6 @@ from app.api import (
     validation_views,
     webhook_views,
 )
-from app.api.direct_submit import DirectSubmit
 from app.auth import access
 from app.config import AppSettings
 from app.context import Context
@@ -100,4 +99,4 @@ def configure(app: Flask, settings: AppSettings) -> None:
         dispatcher, services.scripts(), services.processes(), services.process_counters()
     )
     access.configure_access(app, settings, services.database())
-    app.wsgi_app = DirectSubmit(app.wsgi_app, shared, access.key_cache_of(app))  # type: ignore[method-assign]
+    app.wsgi_app = submit_views.DirectSubmit(app.wsgi_app, shared, access.key_cache_of(app))  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     Mutant(
         "a submit that Flask does not see comes from anywhere",
-        "app.api.direct_submit:DirectSubmit._submit",
+        "app.api.submit_views:DirectSubmit._submit",
         never("self._keys is None"),
         kills=["test_who_may_not_submit_without_keys_is_refused_as_by_flask"],
         breaks="authentication",
@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "the next request of a thread acts for the tenant before",
-        "app.api.direct_submit:DirectSubmit._submit",
+        "app.api.submit_views:DirectSubmit._submit",
         drop("access.reset_actor()"),
         kills=["test_the_next_request_of_the_thread_is_nobodys"],
         breaks="audit",

@@ -1,9 +1,10 @@
 """Submit one job, or a batch of jobs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from typing import Any
+from wsgiref.types import StartResponse, WSGIApplication
 
 import orjson
 from flask import Response, g, request
@@ -34,9 +35,6 @@ from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import new_job_id
 from slotkeeper.registry.identity import Identity, Scope, Tenant
 from tasks.services import workers
-
-Headers = list[tuple[str, str]]
-Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 _PATH, _TYPE = "/queue/submit", "application/json"
 REFUSAL = "slotkeeper.refusal"
@@ -188,11 +186,11 @@ class DirectSubmit:
     type of body, and those that are refused, for which the view raises the refusal.  Thread-safe.
     """
 
-    def __init__(self, flask: Wsgi, context: Context, keys: KeyCache | None) -> None:
+    def __init__(self, flask: WSGIApplication, context: Context, keys: KeyCache | None) -> None:
         """keys: None: no keys are required."""
         self._flask, self._context, self._keys = flask, context, keys
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = self._read_ordinary(environ)
         if body is not None:
             try:
@@ -219,7 +217,7 @@ class DirectSubmit:
         environ["wsgi.input"] = BytesIO(body)
         return body if len(body) == int(length) else None
 
-    def _submit(self, environ: dict[str, Any], body: bytes) -> tuple[bytes, Headers]:
+    def _submit(self, environ: dict[str, Any], body: bytes) -> tuple[bytes, list[tuple[str, str]]]:
         """Accept the job, and return the response.  Raises what the view and the hooks before it raise."""
         try:
             with view_time_limit(environ):

@@ -168,9 +168,8 @@ def authorize() -> None:
     view, cache = current_app.view_functions.get(endpoint), key_cache()
     if view is None or getattr(view, "has_own_auth", False):
         return
-    settings = context().settings
     if cache is None:
-        reject_remote(environ, settings)
+        reject_remote(environ, context().settings)
     if getattr(view, "public", False) or getattr(view, "is_page", False):
         return
     if getattr(view, "shows_metrics", False):

@@ -81,7 +81,7 @@ def check_name(name: str, field: str = "model") -> str:
 class error_index:
     """Add the index of a job, counted from 0, to a refusal of one job of many.
 
-    done: has the length of the jobs before it; the block appends each accepted job.
+    done: the accepted jobs before it; the block appends each accepted job.
     """
 
     done: Sized

@@ -6,7 +6,7 @@ each with a function that judges its result, so that the commands of all limits 
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -86,9 +86,9 @@ class AdmissionRequest:
     @cached_property
     def counts_by_tenant(self) -> dict[str, int]:
         """Tenant -> how many of the jobs it submits."""
-        found: dict[str, int] = {}
+        found = defaultdict[str, int](int)
         for (_, tenant), jobs in self.by_account.items():
-            found[tenant] = found.get(tenant, 0) + len(jobs)
+            found[tenant] += len(jobs)
         return found
 
 
@@ -190,13 +190,14 @@ def has_eligible_server(job: NewJob, catalog: CatalogSnapshot) -> bool:
 
 def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse a job whose constraints no registered server meets, if its model wants that; others wait for a server."""
-    catalog = context.catalog
-    for index, job in enumerate(request.jobs):
-        refuses = job.constraints and catalog.resolve(job.model).config.unmatched == "refuse"
-        if refuses and not has_eligible_server(job, catalog):
-            why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
-            with error_index(range(index)):
+    catalog, checked = context.catalog, list[NewJob]()
+    with error_index(checked):
+        for job in request.jobs:
+            refuses = catalog.resolve(job.model).config.unmatched == "refuse"
+            if refuses and job.constraints and not has_eligible_server(job, catalog):
+                why = constraints.no_server_message(catalog.servers.values(), job.model, job.constraints)
                 raise InvalidJob("constraints", f"constraints: {why}; change them, or register such a server first")
+            checked.append(job)
     return ()
 
 
@@ -205,11 +206,13 @@ def check_servers(request: AdmissionRequest, context: LimitContext) -> Iterable[
 
 def check_allowed(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[Any]]:
     """Refuse jobs of a model, a priority or a size that their tenant may not submit."""
-    for index, job in enumerate(request.jobs):
-        limits = context.catalog.limits_of(job.tenant)
-        if limits is not NO_LIMITS or job.constraints:
-            with error_index(range(index)):
+    checked: list[NewJob] = []
+    with error_index(checked):
+        for job in request.jobs:
+            limits = context.catalog.limits_of(job.tenant)
+            if limits is not NO_LIMITS or job.constraints:
                 _check_job(job, limits)
+            checked.append(job)
     return ()
 
 
@@ -300,11 +303,10 @@ def _check_slot_time(request: AdmissionRequest, tenant: str, limits: TenantLimit
 
 def check_capacity(request: AdmissionRequest, context: LimitContext) -> Iterable[RedisCheck[ModelStatus]]:
     """Limit how many jobs wait: of a model, or of each of its tenants where its policy separates them."""
-    counts: dict[tuple[str, str | None], int] = {}
+    counts = defaultdict[tuple[str, str | None], int](int)
     for (name, tenant), jobs in request.by_account.items():
         by_tenant = POLICIES[context.catalog.resolve(name).config.policy].is_by_tenant
-        whose = tenant if by_tenant else None
-        counts[name, whose] = counts.get((name, whose), 0) + len(jobs)
+        counts[name, tenant if by_tenant else None] += len(jobs)
     for (name, whose), count in counts.items():
         model, slots = context.catalog.resolve(name), context.queues.count_slots(context.catalog, name)
         limit = queue_limit(model.config, slots)

@@ -28,8 +28,7 @@ def subject_of(entry: OutboxEvent) -> str:
     return "slotkeeper"
 
 
-def to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
-    """Return an event as a CloudEvent, which `source` and its `id` identify."""
+def _to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
     event, subject = entry.event, subject_of(entry)
     at = iso_time(event.at_ms)
     cloudevent = {
@@ -49,8 +48,8 @@ def to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
 
 
 def to_json(entry: OutboxEvent, source: str) -> str:
-    """Return `to_cloudevent` as JSON."""
-    return orjson.dumps(to_cloudevent(entry, source)).decode()
+    """Return an event as a CloudEvent in JSON, which `source` and its `id` identify."""
+    return orjson.dumps(_to_cloudevent(entry, source)).decode()
 
 
 def event_data(entry: OutboxEvent) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from slotkeeper.crash_points import crash_at
 from slotkeeper.db import Database
 from slotkeeper.db.change_listener import ChangeListener
 from slotkeeper.errors import DatabaseUnavailable
-from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
+from slotkeeper.outbox.event_reader import EventReader
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.registry.catalog import Catalog
 from tasks import liveness, services
@@ -113,7 +113,7 @@ class Relay:
         if found:
             crash_at("relay_read")
             try:
-                self._publish([self._make_published(entry) for entry in found])
+                self._publish([PublishedEvent(entry, self._source) for entry in found])
             except CursorMismatch:
                 return 0
             crash_at("relay_published")
@@ -136,10 +136,6 @@ class Relay:
             raise
         took_long = time.monotonic() - began > _SLOW_BATCH_S
         self._batch_size = smaller if took_long else min(self._batch_size * 2, _MAX_BATCH)
-
-    def _make_published(self, entry: OutboxEvent) -> PublishedEvent:
-        event = cloudevents.to_cloudevent(entry, self._source)
-        return PublishedEvent(entry.event.id, event["subject"], entry.event.type, event)
 
     def _hold_cursor(self) -> EventReader | None:
         """Return a reader at the sink's position; None: another relay holds the cursor.

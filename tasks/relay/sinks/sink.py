@@ -1,28 +1,36 @@
 """The interface of all sinks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-import orjson
+from slotkeeper.outbox.event_reader import OutboxEvent
+from tasks.relay import cloudevents
 
 
 class PublishedEvent(NamedTuple):
-    """An event to be published.
+    """An event to be published.  `source`: that of its CloudEvent."""
 
-    number: of the event in the database.
-    key: the subject of the event; a sink keeps the order of events with the same key.
-    event: the CloudEvent (tasks/relay/cloudevents.py).
-    """
+    entry: OutboxEvent
+    source: str
 
-    number: int
-    key: str
-    type: str
-    event: Mapping[str, Any]
+    @property
+    def number(self) -> int:
+        """The number of the event in the database."""
+        return self.entry.event.id
+
+    @property
+    def type(self) -> str:
+        return self.entry.event.type
+
+    @property
+    def key(self) -> str:
+        """The subject of the event.  A sink keeps the order of events with the same key."""
+        return cloudevents.subject_of(self.entry)
 
     @property
     def body(self) -> str:
-        """The event as JSON."""
-        return orjson.dumps(self.event).decode()
+        """The CloudEvent as JSON."""
+        return cloudevents.to_json(self.entry, self.source)
 
 
 class SinkUnavailable(Exception):

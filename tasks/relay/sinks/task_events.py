@@ -3,12 +3,13 @@
 The events are made from the outbox and not by the workers, so they include jobs that are queued or delayed.  Each event
 has all fields of its task and the times of its run, because a receiver may have started after the earlier events.  So
 of several transitions of a job in one batch only the last is published; a receiver would show the others very briefly.
+Of many jobs that are queued at once only the first are published: nobody reads a list that grows so fast, and the
+receiver would compete with the jobs for the processor.
 """
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import orjson
 from celery import Celery
@@ -20,6 +21,7 @@ from slotkeeper.db import Database
 from slotkeeper.jobs.events import EVENT_TYPES, TRANSITION_TYPES
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events, jobs
+from slotkeeper.outbox.event_reader import OutboxEvent
 from tasks import offer_messages
 from tasks.extensions import transport
 from tasks.relay.sinks.sink import PublishedEvent, SinkUnavailable
@@ -45,6 +47,7 @@ _LAST_EVENTS = select(events.c.job_id, events.c.type, events.c.at_ms, events.c.d
 )
 _STARTED = EVENT_TYPES[State.RUNNING]
 _MAX_ACTIVE = 500  # of each state
+_MAX_SENT = 100  # events `task-sent` of one batch
 _ACTIVE = (
     select(jobs.c.id, jobs.c.model, jobs.c.attempt, jobs.c.created_ms)
     .where(jobs.c.state == bindparam("p_state"))
@@ -61,15 +64,28 @@ class _Run(NamedTuple):
     began_s: float
 
 
+class _Transition(NamedTuple):
+    """The last transition of a job in a batch.
+
+    type: of its task event.
+    run: that it began or ended; None: the job was waiting.
+    sent_s: when the job was submitted, if that is an earlier transition of the batch.
+    """
+
+    type: str
+    entry: OutboxEvent
+    run: _Run | None
+    sent_s: float | None
+
+    @property
+    def at_s(self) -> float:
+        return self.entry.event.at_ms / 1000
+
+
 class _TaskEvent(NamedTuple):
     type: str
     hostname: str
     fields: dict[str, Any]
-
-    def after(self, earlier: Self) -> Self:
-        """Return this event with the time at which its task was sent, if the earlier event has it."""
-        sent = earlier.fields["timestamp"] if earlier.type == "task-sent" else earlier.fields.get("sent")
-        return self if sent is None else self._replace(fields=self.fields | {"sent": sent})
 
 
 class TaskEventSink:
@@ -103,18 +119,34 @@ class TaskEventSink:
         if time.monotonic() < self._silent_until:
             self._runs.clear()
             return
-        transitions = [published for published in batch if published.type.startswith("job.")]
-        results = self._results(transitions)
-        self._load_runs(transitions)
-        last: dict[str, _TaskEvent] = {}  # by job, in the order of publication
-        for transition in transitions:
-            event = _task_event(transition.event, self._runs, results)
-            if event is not None:
-                earlier = last.pop(transition.key, None)
-                last[transition.key] = event if earlier is None else event.after(earlier)
+        transitions = self._last_transitions([item.entry for item in batch if item.type in TRANSITION_TYPES])
+        results = self._read_results(item.entry.event.job_id for item in transitions if item.type == "task-succeeded")
+        self._send_all([_task_event(item, results.get(item.entry.event.job_id, "")) for item in transitions])
+
+    def _last_transitions(self, entries: Sequence[OutboxEvent]) -> list[_Transition]:
+        """Return the last transition of each job, in order; of jobs that were submitted, only the first _MAX_SENT."""
+        self._load_runs(entries)
+        last: dict[str, _Transition] = {}
+        for entry in entries:
+            job_id, run = entry.event.job_id, self._update_run(entry)
+            type_ = _task_event_type(entry)
+            if type_ is not None:
+                earlier = last.pop(job_id, None)
+                sent_s = earlier and (earlier.at_s if earlier.type == "task-sent" else earlier.sent_s)
+                last[job_id] = _Transition(type_, entry, run, sent_s)
         while len(self._runs) > _MAX_RUNS:
             del self._runs[next(iter(self._runs))]
-        self._send_all(last.values())
+        sent = [job_id for job_id, transition in last.items() if transition.type == "task-sent"]
+        for job_id in sent[_MAX_SENT:]:
+            del last[job_id]
+        return list(last.values())
+
+    def _update_run(self, entry: OutboxEvent) -> _Run | None:
+        """Return the run that a transition begins or ends."""
+        event, run = entry.event, self._runs.pop(entry.event.job_id, None)
+        if event.type == _STARTED:
+            run = self._runs[event.job_id] = _Run(event.data.get("worker") or CLIENT_HOSTNAME, event.at_ms / 1000)
+        return run
 
     def publish_active(self) -> None:
         """Publish the latest events of queued and running jobs again, at most 500 of each, for new receivers.
@@ -128,12 +160,12 @@ class TaskEventSink:
         runs = self._read_runs([row.id for row in running], _NEWEST)
         # Later attempts are shown as retried; a `task-sent` would undo that.
         sent = (
-            _TaskEvent("task-sent", CLIENT_HOSTNAME, _task(row, row.created_ms / 1000))
+            _TaskEvent("task-sent", CLIENT_HOSTNAME, _task(row.id, row.model, row.attempt, row.created_ms / 1000))
             for row in queued
             if row.attempt == 0
         )
         started = (
-            _TaskEvent("task-started", run.worker, _task(row, run.began_s))
+            _TaskEvent("task-started", run.worker, _task(row.id, row.model, row.attempt, run.began_s))
             for row in running
             if (run := runs.get(row.id)) is not None
         )
@@ -172,24 +204,24 @@ class TaskEventSink:
             )
         return self._dispatcher
 
-    def _results(self, transitions: Iterable[PublishedEvent]) -> dict[str, str]:
-        """Return the beginnings of the results of completed jobs, by job."""
-        completed = [published.key for published in transitions if published.type == "job.completed"]
-        if not completed:
+    def _read_results(self, completed: Iterable[str]) -> dict[str, str]:
+        """Return the beginnings of the results of these jobs, by job."""
+        ids = list(completed)
+        if not ids:
             return {}
         with self._database.read() as connection:
-            return {row.id: row.result or "" for row in connection.execute(_RESULTS, {"p_ids": completed})}
+            return {row.id: row.result or "" for row in connection.execute(_RESULTS, {"p_ids": ids})}
 
-    def _load_runs(self, transitions: Sequence[PublishedEvent]) -> None:
+    def _load_runs(self, entries: Sequence[OutboxEvent]) -> None:
         """Read the runs that were in progress before these transitions, if they are not in memory."""
-        first = {published.key: published for published in reversed(transitions)}
+        first = {entry.event.job_id: entry for entry in reversed(entries)}
         ids = [
             job_id
-            for job_id, published in first.items()
-            if published.type != _STARTED and job_id not in self._runs and not _has_no_run(published.event)
+            for job_id, entry in first.items()
+            if entry.event.type != _STARTED and job_id not in self._runs and not _has_no_run(entry)
         ]
         if ids:
-            self._runs |= self._read_runs(ids, transitions[0].number)
+            self._runs |= self._read_runs(ids, entries[0].event.id)
 
     def _read_runs(self, ids: Sequence[str], before: int) -> dict[str, _Run]:
         """Return the runs of these jobs that were in progress before the event of this number, by job."""
@@ -208,67 +240,74 @@ class TaskEventSink:
             connection.collect()
 
 
-def _task_event(event: Mapping[str, Any], runs: dict[str, _Run], results: Mapping[str, str]) -> _TaskEvent | None:
-    """Return the task event for one transition, and update `runs`."""
-    data, job = event["data"], event["subject"]
-    at_s = datetime.fromisoformat(data["at"]).timestamp()
-    run = runs.pop(job, None)
-    if event["type"] == _STARTED:
-        run = runs[job] = _Run(data.get("worker") or CLIENT_HOSTNAME, at_s)
-    worker = CLIENT_HOSTNAME if run is None else run.worker
-    task = _request(data) | {"uuid": job, "timestamp": at_s}
-    times = {} if run is None else {"received": run.began_s, "started": run.began_s}
-    match event["type"]:
-        case "job.enqueued" | "job.delayed" if _is_submit(event):
-            return _TaskEvent("task-sent", worker, task)
+def _task_event_type(entry: OutboxEvent) -> str | None:
+    """Return the type of the task event for a transition; None: a delayed job has become due, which is no event."""
+    match entry.event.type:
+        case "job.enqueued" | "job.delayed":
+            if _is_submit(entry):
+                return "task-sent"
+            return None if entry.event.data["why"] == Reason.DUE else "task-retried"
         case "job.started":
-            return _TaskEvent("task-started", worker, task)
-        case "job.enqueued" | "job.delayed" if data["why"] != Reason.DUE:
-            return _TaskEvent("task-retried", worker, task | times | {"exception": _reason(data), "traceback": ""})
+            return "task-started"
         case "job.completed":
-            runtime = {} if run is None else {"runtime": at_s - run.began_s}
-            return _TaskEvent("task-succeeded", worker, task | times | runtime | {"result": results.get(job, "")})
+            return "task-succeeded"
         case "job.failed" | "job.dlq":
-            return _TaskEvent("task-failed", worker, task | times | {"exception": _reason(data), "traceback": ""})
-        case "job.canceled" | "job.expired" as ended:
-            expired = ended == "job.expired"
-            revoked = {"terminated": run is not None, "signum": None, "expired": expired}
-            return _TaskEvent("task-revoked", worker, task | times | revoked)
-    return None
+            return "task-failed"
+        case _:  # canceled, expired
+            return "task-revoked"
 
 
-def _is_submit(event: Mapping[str, Any]) -> bool:
-    return event["data"]["why"] in _SUBMITTED
+def _task_event(transition: _Transition, result: str) -> _TaskEvent:
+    """Return the task event of a transition.  `result`: of a completed job."""
+    type_, (event, model, *_), run, sent_s = transition
+    task = _task(event.job_id, model, event.attempt, transition.at_s)
+    if sent_s is not None:
+        task["sent"] = sent_s
+    if type_ in ("task-sent", "task-started"):
+        return _TaskEvent(type_, CLIENT_HOSTNAME if run is None else run.worker, task)
+    if run is not None:
+        task |= {"received": run.began_s, "started": run.began_s}
+    match type_:
+        case "task-succeeded":
+            task["result"] = result
+            if run is not None:
+                task["runtime"] = transition.at_s - run.began_s
+        case "task-revoked":
+            expired = event.type == EVENT_TYPES[State.EXPIRED]
+            task |= {"terminated": run is not None, "signum": None, "expired": expired}
+        case _:
+            task |= {"exception": _reason(event.data), "traceback": ""}
+    return _TaskEvent(type_, CLIENT_HOSTNAME if run is None else run.worker, task)
 
 
-def _has_no_run(event: Mapping[str, Any]) -> bool:
+def _is_submit(entry: OutboxEvent) -> bool:
+    return entry.event.data["why"] in _SUBMITTED
+
+
+def _has_no_run(entry: OutboxEvent) -> bool:
     """Return whether this is the transition of a job that cannot have run just before."""
-    return _is_submit(event) or event["data"]["why"] == Reason.DUE
+    return _is_submit(entry) or entry.event.data["why"] == Reason.DUE
 
 
-def _request(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that describe the task, as in its message."""
-    args, _ = offer_messages.displayed_args(data["model"])
-    queue = offer_messages.queue_name(data["model"])
+def _task(job_id: str, model: str, attempt: int, at_s: float) -> dict[str, Any]:
+    """Return the fields that describe the task, as in its message, and the time of the event."""
+    args, _ = offer_messages.displayed_args(model)
+    queue = offer_messages.queue_name(model)
     return {
+        "uuid": job_id,
+        "timestamp": at_s,
         "name": offer_messages.TASK,
         "args": args,
         "kwargs": {},  # not as text, which Flower would parse: a quarter of its work for an event
-        "retries": max(data["attempt"] - 1, 0),
+        "retries": max(attempt - 1, 0),
         "eta": None,
         "expires": None,
         "queue": queue,
         "exchange": "",
         "routing_key": queue,
-        "root_id": data["job_id"],
+        "root_id": job_id,
         "parent_id": None,
     }
-
-
-def _task(row: Any, at_s: float) -> dict[str, Any]:
-    """Return the fields of an event of a queued or running job."""
-    job = {"job_id": row.id, "model": row.model, "attempt": row.attempt}
-    return _request(job) | {"uuid": row.id, "timestamp": at_s}
 
 
 def _reason(data: Mapping[str, Any]) -> str:

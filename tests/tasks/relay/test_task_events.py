@@ -127,6 +127,21 @@ def test_of_the_transitions_of_a_job_in_one_batch_the_last_is_published(app: Cel
     assert (task.worker.hostname, task.runtime) == ("worker@host", 2)
 
 
+def test_of_many_jobs_queued_at_once_the_others_are_published_when_they_start(
+    app: Celery, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_events, "_MAX_SENT", 2)
+    relay, job_ids = _relay(app, store.database), [a_job_in(store, State.QUEUED).id for _ in range(4)]
+    with capture_events(app) as events:
+        relay.relay_batch()
+        for job_id in job_ids:
+            store.database.commit(_start_write(store, job_id))
+        relay.relay_batch()
+        eventually(lambda: len(events) >= 10, "all are received")
+    started = ["received", "started"]
+    assert [_types(events, job_id) for job_id in job_ids] == [["sent", *started]] * 2 + [started] * 2
+
+
 def test_the_run_of_a_job_is_not_read_from_the_database_if_its_start_was_published(
     app: Celery, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,9 @@ from routing.queries import trace_spans
 from slotkeeper.errors import InvalidSetting
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.jobs.tables import events
-from slotkeeper.jobs.values import Job, JobError
+from slotkeeper.jobs.values import Event, Job, JobError
 from slotkeeper.outbox import timelines
-from slotkeeper.outbox.event_reader import EventReader
+from slotkeeper.outbox.event_reader import EventReader, OutboxEvent
 from slotkeeper.outbox.sink_cursors import SinkCursors
 from slotkeeper.trace_context import find_trace, make_span_id
 from tasks.config import EventSettings
@@ -226,7 +226,8 @@ def test_only_the_job_with_invalid_events_is_skipped(database, store):
     jobs = [an_ended_job(store) for _ in range(3)]
     corruption = update(events).where(events.c.job_id == jobs[1].id, events.c.type == "job.started").values(data="[]")
     database.write(lambda tx: tx.connection.execute(corruption))
-    relay._sink.publish([PublishedEvent(n + 1, job.id, "job.completed", {}) for n, job in enumerate(jobs)])
+    ends = [Event(n, job.id, "job.completed", T0, 1, {"why": "finished"}) for n, job in enumerate(jobs, 1)]
+    relay._sink.publish([PublishedEvent(OutboxEvent(end, "m", "acme", 5, "gpu1"), "") for end in ends])
     traces = {format(span.context.trace_id, "032x") for span in memory.get_finished_spans()}
     assert traces == {find_trace(job.id, None).id for job in (jobs[0], jobs[2])}
 

@@ -89,11 +89,11 @@ class JobsStep(bootsteps.StartStopStep):
         super().__init__(parent, **kwargs)
 
     def start(self, parent: Any) -> None:
+        tune_garbage_collection()
         if "celery" not in celery.amqp.queues.consume_from:
             return  # A worker for maintenance or other tasks only.
         this_worker().max_runs = parent.pool.limit  # from the option `-c`, or from worker_concurrency
         this_worker().start_consuming(parent)
-        tune_garbage_collection()
         consume(_canary(), parent)
         _process_report()
         self._watch = ModelQueueWatcher(parent)

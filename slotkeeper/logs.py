@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import traceback
@@ -43,6 +44,7 @@ _OURS = ("slotkeeper", "routing", "tasks", "app", "tools", "migrations", "__main
 _LEFT_OUT = frozenset({"args", "kwargs", "exc", "traceback", "return_value"})  # of Celery's lines about a task
 # Their texts name attributes, files and addresses; those of other errors may hold anything.
 _SPEAK_OF_CODE = (OSError, ImportError, AttributeError, NameError, TypeError, RuntimeError, MemoryError)
+_NEEDS_QUOTES = re.compile("[ =\"']")
 _about: ContextVar[Mapping[str, Any] | None] = ContextVar("about", default=None)
 
 
@@ -256,7 +258,7 @@ def _hand_over(_: object, __: str, event: MutableMapping[str, Any]) -> tuple[tup
 
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
-    plain = text.isprintable() and not set(text) & set(" =\"'") and text
+    plain = text.isprintable() and not _NEEDS_QUOTES.search(text) and text
     return text if plain and len(text) <= MAX_VALUE_LENGTH else repr(_cut(text, MAX_VALUE_LENGTH))
 
 
@@ -265,7 +267,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _visible(text: str) -> str:
-    return "".join(ch if ch.isprintable() else repr(ch)[1:-1] for ch in text)
+    return text if text.isprintable() else "".join(ch if ch.isprintable() else repr(ch)[1:-1] for ch in text)
 
 
 def _is_verbose() -> bool:

@@ -30,31 +30,31 @@ _WORKERS_THREADS = {"event-loop", "heartbeat", "database-check"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Folders of tests lie in memory where there is room: records write through to the disk at every commit."""
+    """Put the folders of tests into memory if enough is free, as databases sync to the disk at every commit."""
     in_memory = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES
     if in_memory and config.getoption("basetemp") is None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Generated tests come first, in a process that has done nothing yet: what they find shall not depend on it."""
+    """Run generated tests first, in a fresh process, so that earlier tests do not change what they find."""
     items.sort(key=lambda item: "_properties" not in item.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_settings() -> None:
-    """The settings of whoever runs the tests are not those of the tests."""
+    """Remove the settings of the user from the environment."""
     for name in [name for name in os.environ if name.startswith("SLOTKEEPER_") and name != ENVIRONMENT]:
         del os.environ[name]
 
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """What a process under test configures for its logs ends with the test."""
+    """Restore the configuration of logging after each test."""
     root, hook, before = logging.getLogger(), threading.excepthook, structlog.get_config()
     level = root.level
     yield
-    root.handlers = [it for it in root.handlers if not isinstance(it, QueueHandler)]
+    root.handlers = [handler for handler in root.handlers if not isinstance(handler, QueueHandler)]
     root.setLevel(level)
     structlog.configure(**before)
     threading.excepthook = hook
@@ -62,17 +62,17 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_workers() -> Iterator[None]:
-    """No worker outlives its test: it would go on asking the record and Redis, and log it, in those that follow."""
+    """Wait for the threads of workers: they would go on to query the database and Redis during later tests."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
         if thread.name in _WORKERS_THREADS:
             thread.join(20)
-            assert not thread.is_alive(), f"a worker's thread {thread.name!r} was left behind"
+            assert not thread.is_alive(), f"the worker's thread {thread.name!r} still runs"
 
 
 @pytest.fixture(autouse=True)
 def _own_clock() -> Iterator[None]:
-    """The common time that a test's record has told ends with it."""
+    """Forget the clock offset that the test's database has set."""
     yield
     vars(clock).update(vars(Clock()))

@@ -49,7 +49,7 @@ UNDOCUMENTED = {
 
 
 class Use(NamedTuple):
-    """A use of a private name: `name` as written, qualified as far as the file tells it."""
+    """A use of a private name: `name` as written, qualified as far as the file shows."""
 
     file: str
     name: str
@@ -124,7 +124,7 @@ def _dotted(module: _Module, node: ast.expr) -> str | None:
 
 
 def _load(full_name: str) -> object | None:
-    """The library's object of this name; None: there is no such module, or it is ours."""
+    """Return the library's object of this name; None: there is no such module."""
     parts = full_name.split(".")
     if len(parts) == 1:
         return getattr(builtins, full_name, None)
@@ -179,9 +179,9 @@ class PrivateNames:
         if not libraries:
             return
         for base in libraries:
-            if any(base == it or base.startswith(f"{it}.") for it in UNDOCUMENTED):
+            if any(base == name or base.startswith(f"{name}.") for name in UNDOCUMENTED):
                 yield Use(module.file, f"{node.name}({base})", node.lineno)
-        defined = {name for _, it in own for name in _defined(it)}
+        defined = {name for _, definition in own for name in _defined(definition)}
         loaded = [found for base in libraries if (found := _load(base)) is not None]
         for name, line in _named(node).items():
             if name in DOCUMENTED:
@@ -192,8 +192,8 @@ class PrivateNames:
     def _bases(self, module: _Module, node: ast.ClassDef) -> tuple[list[tuple[_Module, ast.ClassDef]], list[str]]:
         """Own classes, this one first, from which it derives, and the libraries' classes behind them."""
         own, libraries = [(module, node)], list[str]()
-        for at, it in own:
-            for base in it.bases:
+        for at, definition in own:
+            for base in definition.bases:
                 full = _dotted(at, base)
                 known = self._classes.get(full or "") or self._classes.get(f"{at.dotted}.{full}")
                 if known is not None:
@@ -214,12 +214,12 @@ def _is_of_own_object(value: ast.expr) -> bool:
 def _named(node: ast.ClassDef) -> dict[str, int]:
     """Private names that a class defines, or uses of itself: name -> first line."""
     found = dict[str, int]()
-    for it in node.body:
-        match it:
+    for statement in node.body:
+        match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _is_private(name):
-                found.setdefault(name, it.lineno)
+                found.setdefault(name, statement.lineno)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if _is_private(name):
-                found.setdefault(name, it.lineno)
+                found.setdefault(name, statement.lineno)
     for sub in ast.walk(node):
         if isinstance(sub, ast.Attribute) and _is_private(sub.attr) and _is_of_own_object(sub.value):
             found.setdefault(sub.attr, sub.lineno)

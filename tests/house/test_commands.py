@@ -1,4 +1,4 @@
-"""Each command that a page, a document or a message tells people to type is one that the command line takes."""
+"""The command line accepts each command that a page, a document or a message names."""
 
 import ast
 import html
@@ -19,17 +19,17 @@ _LINE = re.compile(r"^(?:\$ )?(slotkeeper [^#\n]+)", re.MULTILINE)
 _SHOWN = re.compile(r"(?:^\s*|: )(slotkeeper [a-z][a-z-]* [^`\n]+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(?:sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _TEMPLATE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}")
-_NOT_TOLD = {"tests", "docs"}
-_PACKAGES = sorted(it.parent.name for it in REPO.glob("*/__init__.py") if it.parent.name not in _NOT_TOLD)
+_SKIPPED = {"tests", "docs"}
+_PACKAGES = sorted({path.parent.name for path in REPO.glob("*/__init__.py")} - _SKIPPED)
 _DOCUMENTS = sorted([*(REPO / "docs").rglob("*.md"), *(REPO / "docs").rglob("*.y*ml"), *REPO.glob("*.md")])
 
 
-def _told() -> Iterator[tuple[str, str]]:
-    """(where, command)."""
+def _documented_commands() -> Iterator[tuple[str, str]]:
+    """Yield the file and the text of each command."""
     for path in sorted((REPO / "app/page/templates").glob("*.html")):
         for found in _CODE.findall(path.read_text()):
             yield path.name, html.unescape(_TEMPLATE.sub("x", found))
-    for path in (it for it in _DOCUMENTS if it.name != "CHANGELOG.md"):
+    for path in (document for document in _DOCUMENTS if document.name != "CHANGELOG.md"):
         text = path.read_text()
         for found in _TICKED.findall(_BLOCK.sub("", text)):
             yield path.name, found
@@ -44,7 +44,7 @@ def _told() -> Iterator[tuple[str, str]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Texts in a program; what is put into one is an x."""
+    """Yield the strings of a module; the expressions of an f-string become "x"."""
     for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -53,7 +53,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _words(command: str) -> list[str]:
-    """Without what follows in a shell, and without what stands for more."""
+    """Return the words of a command, without redirections, later commands and ellipses."""
     command = re.sub(r'"?\$\(.*', "x", command)  # another command's output
     command = re.split(r"\s(?:[|<>&;]|2>|&&)", " ".join(command.split()))[0]
     words = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
@@ -61,7 +61,7 @@ def _words(command: str) -> list[str]:
 
 
 def problem(command: str) -> str | None:
-    """What the command line has against it; None: nothing.  One without arguments names a command."""
+    """Return why the command line refuses a command; None: it does not.  Only a name is checked without arguments."""
     context = click.Context(main, **main.context_settings)
     words, found = _words(command), main
     while isinstance(found, click.Group) and words and not words[0].startswith("-"):
@@ -88,7 +88,7 @@ def problem(command: str) -> str | None:
     return f"{missing[0]!r} is missing" if missing and not all(word.startswith("-") for word in words) else None
 
 
-_ALL = sorted(set(_told()))
+_ALL = sorted(set(_documented_commands()))
 
 
 def test_there_are_commands_in_pages_documents_and_messages() -> None:
@@ -96,11 +96,11 @@ def test_there_are_commands_in_pages_documents_and_messages() -> None:
     assert {"overview.html", "README.md"} <= places and any(where.startswith("app/cli/") for where in places)
 
 
-def test_a_command_that_people_are_told_is_one() -> None:
+def test_each_documented_command_exists() -> None:
     problems = {f"{where}: {command}": problem(command) for where, command in _ALL}
-    assert {told: why for told, why in problems.items() if why is not None} == {}
+    assert {command: why for command, why in problems.items() if why is not None} == {}
 
 
-def test_a_command_that_does_not_exist_is_found() -> None:
+def test_a_command_that_does_not_exist_is_reported() -> None:
     wrong = ("servers add gpu1", "presets list x", "submit --wat", "wat")
     assert [command for command in wrong if problem(f"slotkeeper {command}") is None] == []

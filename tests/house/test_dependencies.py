@@ -37,7 +37,7 @@ def _locked(name: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def _said() -> set[str]:
+def _explained() -> set[str]:
     rows = [
         line for line in (REPO / "docs/reference/dependencies.md").read_text().splitlines() if line.startswith("| `")
     ]
@@ -71,9 +71,9 @@ def test_tests_run_on_what_is_used() -> None:
 
 
 def test_each_direct_dependency_is_explained_and_no_other() -> None:
-    wanted = {canonicalize_name(it.name) for group in (RUN, DEV) for it in _wanted(group)}
-    assert _said() - wanted == {"hiredis"}
-    assert wanted - _said() == set()
+    wanted = {canonicalize_name(requirement.name) for group in (RUN, DEV) for requirement in _wanted(group)}
+    assert _explained() - wanted == {"hiredis"}
+    assert wanted - _explained() == set()
 
 
 def test_nothing_is_installed_without_its_hash() -> None:

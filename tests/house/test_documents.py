@@ -1,4 +1,4 @@
-"""What documents, docstrings and comments say of files and headers is so, and nothing is cited that is not here."""
+"""The files and headers that documents, docstrings and comments name exist."""
 
 import ast
 import io
@@ -20,7 +20,7 @@ from tests.house.tree import PACKAGES, REPO, name_of
 # Rows, sections and findings of papers that a reader of this repository does not have.
 _CITATION = re.compile(r"\bR\d{1,3}\b|\btest_r\d+_|\bS[1-9]\b|\b[Ff]indings? [A-Z]?\d|\bDESIGN\b|\bREQUIREMENTS\b")
 _FILE = re.compile(r"(?<![\w/.<*-])((?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|cfg|toml|mako|html|js|css))\b(?!\()")
-# Named as what somebody else has, or might have.
+# Files of users and of other projects.
 _ELSEWHERE = {"agent.toml", "load.toml", "tasks.py", "Node.js", "NAME.toml", "mymodel.py", "story.py"}
 
 
@@ -31,8 +31,8 @@ def tracked() -> tuple[str, ...]:
     return tuple(found) or tuple(name_of(path) for path in REPO.rglob("*") if path.is_file())
 
 
-def told(name: str) -> str:
-    """What a file says to its reader: a document whole, of code its comments and docstrings."""
+def read_text_for_readers(name: str) -> str:
+    """Return a document, or the comments and docstrings of code."""
     text = (REPO / name).read_text("utf-8")
     match Path(name).suffix:
         case ".py":
@@ -44,19 +44,20 @@ def told(name: str) -> str:
 
 
 def _docstrings(text: str) -> list[str]:
-    """Also those of attributes: any string that stands alone."""
+    """Return all docstrings, also those of attributes."""
     nodes = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def _comments(text: str) -> list[str]:
-    """All of them, where a file is named in one: to look takes long."""
+    """Return the comments of a file in which one names a file; others are not read, which takes long."""
     if not any(_FILE.search(line.partition("#")[2]) for line in text.splitlines()):
         return []
-    return [it.string for it in tokenize.generate_tokens(io.StringIO(text).readline) if it.type == tokenize.COMMENT]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
-def _telling() -> list[str]:
+def _files_with_text() -> list[str]:
     return [name for name in tracked() if name.endswith((".py", ".lua", ".md")) or name in ("Makefile", "Procfile")]
 
 
@@ -64,7 +65,7 @@ def test_nothing_is_cited_that_is_not_in_this_repository() -> None:
     here = name_of(Path(__file__))
     found = [
         f"{name}:{number} {line.strip()}"
-        for name in _telling()
+        for name in _files_with_text()
         if name != here
         for number, line in enumerate((REPO / name).read_text("utf-8").splitlines(), 1)
         if _CITATION.search(line)
@@ -77,9 +78,9 @@ def test_every_file_that_is_named_exists() -> None:
     ends = {"/".join(parts[n:]) for name in tracked() for parts in [name.split("/")] for n in range(len(parts))}
     found = {
         f"{name}: {file}"
-        for name in _telling()
+        for name in _files_with_text()
         if name != "CHANGELOG.md"
-        for file in _FILE.findall(told(name))
+        for file in _FILE.findall(read_text_for_readers(name))
         if file.lstrip("./") not in ends | _ELSEWHERE
     }
     assert sorted(found) == []
@@ -119,8 +120,8 @@ def _headers(step: Any, call: RunDetails | None) -> set[str]:
 @pytest.mark.parametrize("call", list(_STEPS))
 def test_the_protocols_headers_are_those_that_are_sent(call: str) -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", _PROTOCOL.read_text("utf-8"), re.MULTILINE)
-    said = {header for header, calls in rows if calls == "every call" or call in calls.split(", ")}
-    assert said == _headers(*_STEPS[call]) - {"Content-Type", "Accept"}
+    documented = {header for header, calls in rows if calls == "every call" or call in calls.split(", ")}
+    assert documented == _headers(*_STEPS[call]) - {"Content-Type", "Accept"}
 
 
 def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:

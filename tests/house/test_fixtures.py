@@ -1,11 +1,11 @@
-"""How tests come by their fixtures: by name alone.  `tests/fixtures/__init__.py` says where each stands."""
+"""Tests use fixtures by name and do not import them.  `tests/fixtures/__init__.py` lists the shared ones."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.fixtures import __doc__ as said
+from tests.fixtures import __doc__ as documentation
 from tests.house.tree import REPO, syntax_tree
 
 TESTS = sorted((REPO / "tests").rglob("*.py"))
@@ -37,7 +37,7 @@ def test_shared_fixtures_are_made_known_in_one_place() -> None:
     assert _having(r"^pytest_plugins\b") == {"tests/conftest.py"}
     named = re.findall(r'"tests\.fixtures\.(\w+)"', (REPO / "tests/conftest.py").read_text("utf-8"))
     assert sorted(named) == sorted(SHARED)
-    assert re.findall(r"^(\w+) {2}", said or "", re.MULTILINE) == named
+    assert re.findall(r"^(\w+) {2}", documentation or "", re.MULTILINE) == named
 
 
 def test_a_fixture_stands_where_it_is_used_in_its_folders_conftest_or_among_the_shared() -> None:

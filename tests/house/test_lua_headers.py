@@ -77,12 +77,12 @@ every_script = for_each(LIBRARY.script_names())
 
 
 def words_of(name: str) -> set[str]:
-    """The words that the header says it can answer."""
+    """Return the words that a script may return, according to its header."""
     return {
-        it.value
+        node.value
         for answer in LIBRARY.read_signature(name).returns.values()
-        for it in ast.walk(answer)
-        if isinstance(it, ast.Constant) and it.value
+        for node in ast.walk(answer)
+        if isinstance(node, ast.Constant) and node.value
     }
 
 
@@ -107,9 +107,9 @@ def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
     assert "ARGV" not in body(name)
     assert max(map(len, LIBRARY.assemble(name).splitlines())) <= 120
     functions = set(re.findall(r"^local function (\w+)", LIBRARY.assemble(name), re.MULTILINE))
-    for argument, it in LIBRARY.read_signature(name).takes.items():
+    for argument, shape in LIBRARY.read_signature(name).takes.items():
         assert argument not in functions, f"{name}.lua: {argument} would hide a function"
-        rows = it.elts[0] if isinstance(it, ast.List) else it
+        rows = shape.elts[0] if isinstance(shape, ast.List) else shape
         parts = [ast.unparse(part) for part in rows.keys] if isinstance(rows, ast.Dict) else []
         for used in (rf"\b{argument}\b", *(rf"\.{part}\b" for part in parts if part != "text")):
             assert re.search(used, called_functions(name)), f"{name}.lua never uses {used}"
@@ -419,6 +419,6 @@ def _luacheck(folder: Path, name: str) -> None:
     shared = re.findall(r"^local (?:function )?(\w+)(?: = memoize)?\(", offered, re.MULTILINE)
     shared += [key.upper() for key in FLEET_KEYS]
     command = ["luacheck", "--std", "lua51", "--globals", "KEYS", "ARGV", "--read-globals", "redis", "--no-color"]
-    command += ["--no-config", "--max-line-length", "120", str(path), "--ignore", *[f"211/{it}" for it in shared]]
+    command += ["--no-config", "--max-line-length", "120", str(path), "--ignore", *[f"211/{name}" for name in shared]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

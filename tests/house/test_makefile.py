@@ -33,17 +33,17 @@ def setup(folder: Path, interpreter: str) -> str:
     return done.stderr.splitlines()[0]
 
 
-def test_a_missing_python_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_python_is_reported_in_one_sentence(tmp_path: Path) -> None:
     assert "there is no 'no-python' here: install it" in setup(tmp_path, "no-python")
 
 
-def test_a_python_that_is_too_old_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_python_that_is_too_old_is_reported_in_one_sentence(tmp_path: Path) -> None:
     old = python(tmp_path, 'case "$1" in --version) echo Python 3.10.12;; *) exit 1;; esac')
-    assert "needs Python 3.11 or newer, and" in (said := setup(tmp_path, old))
-    assert "Python 3.10.12" in said
+    assert "needs Python 3.11 or newer, and" in (message := setup(tmp_path, old))
+    assert "Python 3.10.12" in message
 
 
-def test_a_python_without_venv_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_python_without_venv_is_reported_in_one_sentence(tmp_path: Path) -> None:
     bare = python(tmp_path, 'case "$2" in *ensurepip*) exit 1;; esac')
     assert "apt install python3-venv" in setup(tmp_path, bare)
 
@@ -59,9 +59,9 @@ def test_an_environment_that_was_there_before_is_not_removed_by_a_failure(tmp_pa
 
 
 def test_help_lists_every_target() -> None:
-    said = make("help").stdout
+    message = make("help").stdout
     for target in ("setup", "run", "demo", "test", "test-all", "test-nightly", "drill", "check", "bench", "help"):
-        assert f"make {target} " in said
+        assert f"make {target} " in message
 
 
 def test_continuous_integration_runs_what_the_readme_names() -> None:

@@ -19,8 +19,8 @@ _PARTS = re.compile(r"_(bucket|sum|count|total)$")
 _NAME = re.compile(r"\bslotkeeper_[a-z_]+\b")
 
 
-def _told() -> set[str]:
-    """The names of all figures, as app/metrics.py makes them."""
+def _metrics() -> set[str]:
+    """Return the names of all metrics in app/metrics.py."""
     tree = ast.parse((REPO / "app" / "metrics.py").read_text())
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {word for word in words if _NAME.fullmatch(word) and word != "slotkeeper_metrics"}
@@ -36,12 +36,12 @@ def _named(text: str) -> set[str]:
 )
 def test_every_metric_that_an_example_names_exists(path: Path) -> None:
     named = _named(path.read_text())
-    assert named and sorted(named - _told()) == []
+    assert named and sorted(named - _metrics()) == []
 
 
 def test_the_page_explains_every_figure_and_no_other() -> None:
     page = PAGE.read_text()
-    assert {_PARTS.sub("", name) for name in re.findall(r"`(slotkeeper_[a-z_]+)`", page)} == _told()
+    assert {_PARTS.sub("", name) for name in re.findall(r"`(slotkeeper_[a-z_]+)`", page)} == _metrics()
 
 
 def test_the_page_names_every_limit_that_refuses_jobs() -> None:
@@ -63,7 +63,9 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     for panel in board["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
-        assert panel["targets"] and all(it["expr"] and it["refId"] for it in panel["targets"]), panel["title"]
+        assert panel["targets"] and all(target["expr"] and target["refId"] for target in panel["targets"]), panel[
+            "title"
+        ]
 
 
 def test_keda_reads_a_number_that_a_models_load_has() -> None:
@@ -76,7 +78,7 @@ def test_keda_reads_a_number_that_a_models_load_has() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_prometheus_understands_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
     board = json.loads((MONITORING / "dashboard.json").read_text())
-    asked = [it["expr"].replace("$model", "zimg") for panel in board["panels"] for it in panel["targets"]]
+    asked = [target["expr"].replace("$model", "zimg") for panel in board["panels"] for target in panel["targets"]]
     rules = [{"record": f"asked:{n}", "expr": expr} for n, expr in enumerate(asked)]
     (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, check=False)

@@ -1,7 +1,7 @@
 """No regular expression of the product needs more than linear time, whatever text a server or a client sends.
 
-Each is given 64 KiB of repetitions of its own parts.  One that tries n² ways holds the interpreter's lock for minutes,
-and with it all threads of the process.
+Each is applied to 64 KiB of repetitions of its parts.  A pattern with quadratic time would hold the interpreter's lock
+for minutes, and so block all threads of the process.
 """
 
 import ast
@@ -28,13 +28,13 @@ _FREE = (
     "slotkeeper/redis/signatures.py",
     "tools/",
     "migrations/",
-)  # read files of our own alone
+)  # read only files of the repository
 _SAMPLES = {"s": " ", "d": "0", "w": "a", "S": "x", "D": "x", "n": "\n", "t": "\t", "r": "\r"}
 _UNITS = (" ", "\n", "\t", "a", "0", "-", ".", "=", ",", ";", ":", "/", "<", ">", '"', "{", "}", "{{", "{{ ", "[", "é")
 
 
 class Use(NamedTuple):
-    """A pattern, and the method by which it is used."""
+    """A pattern, and the method that the product calls."""
 
     where: str
     pattern: "re.Pattern[str] | re.Pattern[bytes]"

@@ -1,4 +1,4 @@
-"""A policy is one file and one line: nobody else asks which one it is."""
+"""A policy is one file and one row of a table: no other code depends on its name."""
 
 import ast
 import re
@@ -14,18 +14,20 @@ from tests.house.tree import REPO, name_of, product_files, python_files, syntax_
 
 FOLDER = REPO / "routing" / "lua" / "lib" / "policies"
 TABLE = "slotkeeper/registry/policies.py"
-# What a job says of itself has the name of a policy.
+# Fields of a job with the name of a policy.
 FIELDS = {"priority"}
 
 
-def asked(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Words that are compared with something: by an operator, a case of a match, or as the key of a choice."""
+def _compared_words(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield strings that an operator or a case of a match compares with something."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare():
-                yield from (it for side in (node.left, *node.comparators) for it in ast.walk(side) if _is_word(it))
+                yield from (
+                    word for side in (node.left, *node.comparators) for word in ast.walk(side) if _is_word(word)
+                )
             case ast.MatchValue():
-                yield from (it for it in ast.walk(node) if _is_word(it))
+                yield from (word for word in ast.walk(node) if _is_word(word))
 
 
 def _is_word(node: ast.AST) -> bool:
@@ -33,7 +35,7 @@ def _is_word(node: ast.AST) -> bool:
 
 
 def _local(name: str) -> str:
-    """What a policy calls itself: its fragment shares names with all that follow."""
+    """Return the variable of a policy in its fragment, which shares its names with later fragments."""
     return f"by_{name}" if name in FIELDS else name
 
 
@@ -61,16 +63,16 @@ def test_no_other_script_names_a_policy(path: Path):
 
 @for_each([path for path in python_files() if {"migrations", "benchmarks"}.isdisjoint(path.parts)])
 def test_no_other_module_names_a_policy(path: Path):
-    """Nor asks for one by a name that also means something else."""
+    """Also not by a name that has another meaning elsewhere."""
     if name_of(path) == TABLE:
         return
     tree = syntax_tree(path)
-    words = {it.value for it in ast.walk(tree) if _is_word(it)} - FIELDS  # type: ignore[attr-defined]
-    assert words.isdisjoint(POLICIES) and {it.value for it in asked(tree)}.isdisjoint(POLICIES)
+    words = {node.value for node in ast.walk(tree) if _is_word(node)} - FIELDS  # type: ignore[attr-defined]
+    assert words.isdisjoint(POLICIES) and {word.value for word in _compared_words(tree)}.isdisjoint(POLICIES)
 
 
-def test_a_row_is_enough_for_what_may_be_configured_and_what_the_interface_says():
-    """In a process of its own: models are made when they are imported."""
+def test_a_row_adds_a_policy_to_the_configuration_and_to_the_api():
+    """In a separate process, because pydantic builds its models at import."""
     text = (
         "from slotkeeper.registry import policies\n"
         "policies.POLICIES['mine'] = policies.Policy('mine', 'mine', lambda at, step_s: None, 'Mine {priority}.')\n"
@@ -91,7 +93,7 @@ def test_documents_have_the_same_policies_as_the_table_in_its_order(page: str):
         assert [says for name, says in found if not says.startswith(POLICIES[name].next_is)] == []
 
 
-def test_every_script_that_orders_jobs_knows_all_policies():
+def test_every_script_that_orders_jobs_includes_all_policies():
     for name in LIBRARY.script_names():
         included = LIBRARY.list_includes(name)
         assert ("lib/policy" in included) == ("lib/policies" in included), name

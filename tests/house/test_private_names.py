@@ -1,4 +1,4 @@
-"""Libraries are used by what they document; what is left is listed here, each with its reason.
+"""The product uses documented names of libraries; each exception is listed here with its reason.
 
 To use another private name, add its row, with the figure that justifies it: at least 5 % on a workload of the
 benchmarks, measured alone.  A row whose use has gone fails too.
@@ -15,7 +15,7 @@ from tests.house.tree import python_files
 
 
 class Allowed(NamedTuple):
-    """Uses that stay.  `figure`: what they bring."""
+    """Allowed uses.  `figure`: their measured gain."""
 
     file: str
     names: tuple[str, ...]
@@ -60,11 +60,11 @@ def _uses() -> list[Use]:
     return PrivateNames([path for path in python_files() if "benchmarks" not in path.parts]).uses()
 
 
-def test_private_names_of_libraries_are_not_used_but_where_it_is_said_why() -> None:
+def test_private_names_of_libraries_are_used_only_with_a_stated_reason() -> None:
     known = {(row.file, name) for row in ALLOWED for name in row.names}
     found = _uses()
-    assert [f"{it.file}:{it.line} {it.name}" for it in found if (it.file, it.name) not in known] == []
-    assert known - {(it.file, it.name) for it in found} == set(), "these rows are not needed any more"
+    assert [f"{use.file}:{use.line} {use.name}" for use in found if (use.file, use.name) not in known] == []
+    assert known - {(use.file, use.name) for use in found} == set(), "these rows are not needed any more"
 
 
 _OWN = """
@@ -94,8 +94,10 @@ class Own(Thing):
         ("sys = 1\nfrom app._own import thing", []),
     ],
 )
-def test_each_use_is_found_and_names_of_ones_own_are_not(tmp_path: Path, code: str, names: list[str]) -> None:
+def test_uses_of_private_names_of_libraries_are_found_and_own_ones_are_not(
+    tmp_path: Path, code: str, names: list[str]
+) -> None:
     file = tmp_path / "module.py"
     file.write_text(code)
     ast.parse(code)
-    assert [it.name for it in PrivateNames([file], tmp_path).uses()] == names
+    assert [use.name for use in PrivateNames([file], tmp_path).uses()] == names

@@ -1,4 +1,4 @@
-"""Rules of the house: what holds for all code of the product, whoever writes it."""
+"""Rules for all code of the product."""
 
 import ast
 import builtins
@@ -57,7 +57,7 @@ def test_no_function_is_longer_than_a_screen():
 
 
 def test_there_is_one_newest_step_of_the_record_and_one_oldest():
-    """Steps of two branches meet here, before anybody migrates."""
+    """Two branches with a new migration each conflict here, before an installation migrates."""
     steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
     assert len(steps.get_heads()) == 1
     assert len(steps.get_bases()) == 1
@@ -74,9 +74,9 @@ def _loads(path: Path, *, in_functions: bool) -> set[str]:
     while nodes:
         for node in ast.iter_child_nodes(nodes.pop()):
             if isinstance(node, ast.ImportFrom) and node.module:
-                found |= {node.module, *(f"{node.module}.{it.name}" for it in node.names)}
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):
-                found |= {it.name for it in node.names}
+                found |= {alias.name for alias in node.names}
             elif (in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)) and not (
                 isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             ):
@@ -141,15 +141,17 @@ def test_lines_of_scripts_fit_the_page():
     assert lua and long == []
 
 
-def test_a_moment_that_a_function_is_told_has_its_unit_in_its_name() -> None:
+def test_an_argument_that_is_a_time_has_its_unit_in_its_name() -> None:
     """`now_ms`, ms since the epoch; `now_s`, of the steady clock."""
     found = {
-        f"{name_of(path)}:{it.lineno} {it.arg}"
+        f"{name_of(path)}:{argument.lineno} {argument.arg}"
         for path in python_files()
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.arguments)
-        for it in (*node.posonlyargs, *node.args, *node.kwonlyargs)
-        if it.arg == "now" and it.annotation is not None and re.match(r"int|float", ast.unparse(it.annotation))
+        for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+        if argument.arg == "now"
+        and argument.annotation is not None
+        and re.match(r"int|float", ast.unparse(argument.annotation))
     }
     assert sorted(found) == []
 

@@ -1,4 +1,4 @@
-"""Every setting that the code reads is told in the documentation."""
+"""The documents describe each setting that the code reads."""
 
 import re
 
@@ -23,23 +23,23 @@ def _settings() -> set[str]:
     return fields | _in_code(r'environ[^"\n]*"(SLOTKEEPER_[A-Z_]+)"') - _OF_TESTS
 
 
-def test_all_classes_of_settings_are_looked_at() -> None:
+def test_all_classes_of_settings_are_checked() -> None:
     assert _in_code(r"^class (\w+)\(Settings\)") == {kind.__name__ for kind in _CLASSES}
 
 
 @for_each(sorted(_settings()))
-def test_a_setting_is_told(name: str) -> None:
+def test_each_setting_is_documented(name: str) -> None:
     assert any(f"`{name}`" in page.read_text() for page in _PAGES)
 
 
-def test_no_setting_is_told_that_there_is_not() -> None:
-    told = {name for page in _PAGES for name in re.findall(r"^\| `(SLOTKEEPER_[A-Z_]+)`", page.read_text(), re.M)}
-    assert told <= _settings()
+def test_each_documented_setting_exists() -> None:
+    documented = {name for page in _PAGES for name in re.findall(r"^\| `(SLOTKEEPER_[A-Z_]+)`", page.read_text(), re.M)}
+    assert documented <= _settings()
 
 
 @for_each(_CLASSES)
-def test_a_setting_is_explained_beside_it_alone_in_a_sentence(kind: type[BaseSettings]) -> None:
-    told = explained(kind)
-    assert sorted(kind.model_fields.keys() - told.keys()) == []
-    odd = [name for name in kind.model_fields if not told[name].endswith(".") or "…" in told[name] or "|" in told[name]]
-    assert odd == []
+def test_each_setting_has_a_docstring_of_one_sentence(kind: type[BaseSettings]) -> None:
+    docstrings = explained(kind)
+    assert sorted(kind.model_fields.keys() - docstrings.keys()) == []
+    texts = {name: docstrings[name] for name in kind.model_fields}
+    assert [name for name, text in texts.items() if not text.endswith(".") or "…" in text or "|" in text] == []

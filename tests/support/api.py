@@ -1,7 +1,7 @@
-"""The API over a real record and a real Valkey.
+"""The API with a real database and a real Valkey.
 
-api          one process's API: client, dispatcher, and builders that go in by the door
-mortal_api   the same over a Valkey of its own, which the test may kill
+api          one process's API: client, dispatcher, and builders that send requests
+mortal_api   the same with a private Valkey, which the test may kill
 timed_api    the same with a clock that the test sets
 """
 
@@ -47,7 +47,7 @@ A = TypeVar("A", bound="Api")
 
 
 def clear_wiring() -> None:
-    """Forget what this process has put together from the settings, so that the next use reads them anew."""
+    """Forget all objects that this process has made from its settings, so that the next use reads them again."""
     from tasks import identity, maintenance, server_push, services, step_tokens
     from tasks.security import keyring
 
@@ -109,10 +109,10 @@ def _operation(client: FlaskClient, answer: TestResponse) -> tuple[str, str] | N
 def _assert_documented(client: FlaskClient, answer: TestResponse, operation: tuple[str, str]) -> None:
     path, method = operation
     described = _document(client)["paths"][path][method]
-    said = described["responses"].get(str(answer.status_code))
+    documented = described["responses"].get(str(answer.status_code))
     where = f"{described['operationId']} {answer.status_code}"
-    assert said is not None, f"{where} is not documented: {answer.text}"
-    content = said.get("content", {})
+    assert documented is not None, f"{where} is not documented: {answer.text}"
+    content = documented.get("content", {})
     if not answer.data or answer.mimetype not in ("application/json", "application/problem+json"):
         return
     assert answer.mimetype in content, f"{where} is documented as {list(content)}, not {answer.mimetype}"
@@ -146,7 +146,7 @@ def _validator(keyed: bool, path: str, method: str, status: str, mimetype: str) 
 
 @dataclass
 class Heard(Notifier):
-    """Hands everything on, and remembers it."""
+    """Calls the real notifier, and keeps what it was called with."""
 
     real: Notifier
     offers: list[Offer] = field(default_factory=list)
@@ -163,12 +163,12 @@ class Heard(Notifier):
 
 @dataclass
 class Api:
-    """One process's API, and what stands behind it."""
+    """One process's API, with its database and Redis."""
 
     client: FlaskClient
     dispatcher: Dispatcher
     valkey: Valkey
-    folder: Path  # of the record
+    folder: Path  # of the database
     heard: Heard
 
     @property
@@ -180,7 +180,7 @@ class Api:
         return self.client.post("/admin/register", json=body)
 
     def model(self, name: str = "zimg", **overrides: Any) -> None:
-        """A model without a server: its jobs wait."""
+        """Configure a model without a server, so that its jobs wait."""
         assert self.client.put(f"/admin/model-configs/{name}", json=overrides).status_code == 200
 
     def submit(self, headers: dict[str, str] | None = None, **fields: Any) -> TestResponse:
@@ -188,7 +188,7 @@ class Api:
         return self.client.post("/queue/submit", json=body, headers=headers)
 
     def submitted(self, headers: dict[str, str] | None = None, **fields: Any) -> str:
-        """A submitted job's id."""
+        """Submit a job, and return its id."""
         answer = self.submit(headers, **fields)
         assert answer.status_code == 202, answer.text
         return str(answer.json["job_id"])
@@ -199,7 +199,7 @@ class Api:
         return found
 
     def started(self, **fields: Any) -> ActiveRun:
-        """A job that runs, as if a worker had taken its offer."""
+        """Submit a job, and start it as a worker does."""
         job_id = self.submitted(**fields)
         offer = next(offer for offer in self.heard.offers if offer.job_id == job_id)
         task = begin_run(self.dispatcher, offer, "a-worker")
@@ -207,7 +207,7 @@ class Api:
         return task
 
     def tenant(self, name: str, *, admin: bool = False) -> dict[str, str]:
-        """A new tenant's header."""
+        """Return the header with a new key of a tenant."""
         return self.with_key(name, *([Scope.OPERATE] if admin else []))
 
     def with_key(self, tenant: str, *scopes: Scope) -> dict[str, str]:
@@ -215,7 +215,7 @@ class Api:
         return {"Authorization": f"Bearer {add_key(self.database, tenant, *scopes)}"}
 
     def stored(self) -> dict[str, int]:
-        """How many rows each table has that a submit writes to; what operators did is not among its events."""
+        """Return the number of rows of each table that a submit writes to, without audit entries."""
         with self.database.read() as connection:
             counts = {
                 table.name: select(func.count()).select_from(table)
@@ -225,7 +225,7 @@ class Api:
             return {name: connection.execute(count).scalar_one() for name, count in counts.items()}
 
     def take_database_away(self) -> None:
-        """As if its disk were gone."""
+        """Move the folder of the database away."""
         self.database.close()  # Connections that are open do not notice.
         os.rename(self.folder, f"{self.folder}.away")
 
@@ -235,7 +235,7 @@ class Api:
 
 @dataclass
 class TimedApi(Api):
-    """The same with a clock that the test sets, for the record and for the room."""
+    """An Api with a clock that the test sets, for the database and for Redis."""
 
     now: int = 0
 
@@ -249,7 +249,7 @@ class TimedApi(Api):
         self.set_clock(self.now + ms)
 
     def run(self, took_ms: int = 60_000, why: Reason = Reason.FINISHED) -> str:
-        """The job whose offer came first, run for so long; answers its id."""
+        """Run the job of the first offer for so long, and return its id."""
         task = begin_run(self.dispatcher, self.heard.offers.pop(0), "a-worker")
         assert task is not None
         hold(self.dispatcher, task.lease, self.later, took_ms)
@@ -317,7 +317,9 @@ def build(
     point_celery_at(valkey.url)
     dispatcher = services.dispatcher()
     patch.setattr(worker_capacity, "_REPORT_TTL_MS", 10**15)  # A test reports once, and may set the clock.
-    valkey.client().hset(services.scripts().keys.workers(), "tests", f"1000000 {10**15}")  # a worker with room for all
+    valkey.client().hset(
+        services.scripts().keys.workers(), "tests", f"1000000 {10**15}"
+    )  # a worker with enough capacity for all
     heard = dispatcher._notifier = Heard(dispatcher._notifier)
     app = _an_app()
     return kind(app.test_client(), dispatcher, valkey, folder, heard)

@@ -9,7 +9,7 @@ from tasks.servers import HttpClient, ServerAdapter, ServerSession, call_server
 
 
 class Loop:
-    """An event loop in a thread of its own, with its wires.  Use as a context manager."""
+    """An event loop in a separate thread, with an HTTP client.  Use as a context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -33,7 +33,7 @@ class Loop:
 
 
 class Blocking:
-    """A Server whose calls return when they are answered: in `loop`, or each in a loop of its own."""
+    """A ServerAdapter whose calls block until the response: in `loop`, or each in a new loop."""
 
     def __init__(self, server: ServerAdapter, loop: Loop | None = None) -> None:
         self.server, self.loop = server, loop

@@ -89,13 +89,13 @@ def a_job_in(store: JobStore, state: State, *, now_ms: int = T0, **changes: Any)
 
 
 def row_of(database: Database, job_id: str) -> dict[str, Any]:
-    """Every column of a job as it stands in the record."""
+    """Return all columns of a job in the database."""
     with database.read() as connection:
         return dict(connection.execute(select(jobs).where(jobs.c.id == job_id)).one()._mapping)
 
 
 def rows_in(database: Database, table: Table) -> int:
-    """How many rows a table has."""
+    """Return the number of rows of a table."""
     with database.read() as connection:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 

@@ -8,12 +8,13 @@ from slotkeeper.outbox.webhook_messages import DeliveryResult, Message, MessageK
 
 
 def due_ids(database: Database, now_ms: int, limit: int = 1000) -> list[str]:
-    """The webhook-ids of those that are due, oldest first."""
-    return [make_message_id(it.job_id, it.event) for it in MessageQueue(database).list_due_callbacks(now_ms, limit)]
+    """Return the webhook-ids of due messages, oldest first."""
+    due = MessageQueue(database).list_due_callbacks(now_ms, limit)
+    return [make_message_id(message.job_id, message.event) for message in due]
 
 
 def claim(database: Database, webhook_id: str, now_ms: int, until: int) -> Message | None:
-    """Begin a try that will be over by `until`; None: it is not due, or another is at it."""
+    """Claim a message for a delivery until `until`; None: it is not due, or claimed by another process."""
     if (named := parse_message_id(webhook_id)) is None:
         return None
     job_id, attempt, state = named
@@ -22,7 +23,7 @@ def claim(database: Database, webhook_id: str, now_ms: int, until: int) -> Messa
 
 
 def delivered(database: Database, message: Message, now_ms: int, status: int = 200) -> None:
-    """Its receiver has taken it."""
+    """Store that the receiver has accepted the message."""
     job = JobStore(database).get(message.job_id)
     assert job is not None
     MessageQueue(database).note_delivered(message, subscription_of_job(job), DeliveryResult(True, status, 1), now_ms)
@@ -36,7 +37,7 @@ def failed(
     status: int | None = None,
     error: str = "it failed",
 ) -> None:
-    """Its receiver has not taken it; `next_ms` None: it is given up."""
+    """Store a failed delivery.  `next_ms` None: there is no further one."""
     job = JobStore(database).get(message.job_id)
     assert job is not None
     MessageQueue(database).note_failed(

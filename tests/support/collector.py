@@ -1,4 +1,4 @@
-"""A receiver of traces by OTLP over HTTP, which keeps what it is told."""
+"""A collector of traces by OTLP over HTTP, which keeps the spans that it receives."""
 
 import socket
 import threading
@@ -10,9 +10,9 @@ from tests.support.scripted import Act, Scripted, Seen, answer, hang_up
 
 
 class Collector(Scripted):
-    """`status`: what it answers.  `poison`: the id, in hex, of a trace for which it refuses a whole request.
+    """`status`: of its responses.  `poison`: the id, in hex, of a trace for which it refuses a whole request.
 
-    `goes_on`: until when the end of an answer is waited for.
+    `goes_on`: the event after which it sends the end of a response; None: at once.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class Collector(Scripted):
         self.spans: list[Span] = []
 
     def _says(self, seen: Seen) -> Act:
-        said, goes_on = answer(b"", self._take(seen.path, seen.body)), self.goes_on
+        response, goes_on = answer(b"", self._take(seen.path, seen.body)), self.goes_on
         if goes_on is None:
-            return said
+            return response
 
         def half(sock: socket.socket) -> None:
-            sock.sendall(said.replace(b"Content-Length: 0", b"Content-Length: 1"))
+            sock.sendall(response.replace(b"Content-Length: 0", b"Content-Length: 1"))
             goes_on.wait(60)
             hang_up(sock)
 
@@ -36,13 +36,13 @@ class Collector(Scripted):
     def _take(self, path: str, body: bytes) -> int:
         if self.status != 200 or path != "/v1/traces":
             return self.status if self.status != 200 else 404
-        told = ExportTraceServiceRequest.FromString(body)
-        found = [span for of in told.resource_spans for part in of.scope_spans for span in part.spans]
+        request = ExportTraceServiceRequest.FromString(body)
+        found = [span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
         if any(span.trace_id.hex() == self.poison for span in found):
             return 400
         self.spans += found
         return 200
 
     def trace(self, trace_id: str) -> dict[str, Span]:
-        """The spans of a trace, by their ids in hex."""
+        """Return the spans of a trace, by their ids in hex."""
         return {span.span_id.hex(): span for span in self.spans if span.trace_id.hex() == trace_id}

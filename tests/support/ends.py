@@ -1,4 +1,4 @@
-"""Ends of runs for tests, by the decisions, steps and writes with which the product ends them."""
+"""End runs as the product does, by its decisions, steps and writes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +19,19 @@ from tasks.worker.executor import finish_run
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What came of a run.  `moved` None: the run was over before, and nothing was stored."""
+    """The end of a run.  `moved` None: the run had ended before, and nothing was stored."""
 
     moved: Transition | None
     next: Offer | None  # already claimed by the claimant
 
 
 def store_end(store: JobStore, job_id: str, attempt: int, why: Reason, now_ms: int, **ends: Any) -> Transition | None:
-    """Store the end of a run; None: it is over already, nothing was changed."""
+    """Store the end of a run, and return the transition; None: the run had ended before."""
     return store.database.commit(store.settle_write(job_id, attempt, why, now_ms, **ends))
 
 
 def decided(dispatcher: Dispatcher, active: ActiveRun, outcome: Outcome | StopReason) -> Decision:
-    """How a run of this outcome ends, by its model's configuration."""
+    """Return how a run with this outcome ends, by its model's configuration."""
     run, config = active.run, dispatcher.catalog.resolve(active.run.job.model).config
     return retries.decide_end(run, outcome, config, dispatcher.settings, canceling=run.cancel_requested)
 
@@ -43,7 +43,7 @@ def end_in_order(
     claimant: str = "",
     postponed: OnPostponed | None = None,
 ) -> Settled:
-    """End a run as its worker does, in the order that was decided."""
+    """End a run as its worker does, in the order of the decision."""
     following: list[Offer | None] = []
 
     async def spawn(offer: Offer | None, _: float) -> None:
@@ -65,7 +65,7 @@ def end_run_with(
     due_ms: int | None = None,
     server_still_running: str = "",
 ) -> Transition | None:
-    """End a run for a reason, as maintenance does; `lingers`: why its slot is quarantined."""
+    """End a run for a reason, as maintenance does.  `server_still_running`: why its slot is quarantined, or ""."""
     at_ms, run = now_ms(), active.run
     if due_ms is None:
         config = dispatcher.catalog.resolve(run.job.model).config
@@ -86,7 +86,7 @@ def end_run_with(
 
 
 def hand_back(dispatcher: Dispatcher, active: ActiveRun) -> bool:
-    """Let another worker resume a run.  False: it was over."""
+    """Let another worker resume a run.  Returns False if the run had ended."""
     return end_run(dispatcher, active, decided(dispatcher, active, StopReason.STOPPED)) is not None
 
 

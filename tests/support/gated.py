@@ -4,7 +4,7 @@
     submit(model, gate.payload)    # runs until
     gate.open()
 
-So what a test does to a run that is under way is done before its end, on the slowest machine too.
+So a test can act on a run in progress on the slowest machine too.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class Gate:
 
 
 def model(payload: dict[str, Any], context: Context) -> dict[str, Any]:
-    """The demo's model; with a `gate` in its payload it waits for that to be opened, or for a cancel, before."""
+    """The demo's model; with a `gate` in its payload it first waits until that is opened, or the run canceled."""
     gate = payload.get("gate")
     while gate is not None and not Path(gate).exists():
         context.sleep(_LOOK_EVERY_S)

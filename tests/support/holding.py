@@ -1,13 +1,13 @@
-"""A server in the test's own process that holds runs until the test lets them go.
+"""A server in the test's own process that holds runs until the test releases them.
 
     with HoldingServer() as server:
         server.hold("job-1")
         ...
         server.release("job-1")
 
-All other runs end at once.  It keeps the slot protocol, but for two things: it goes on with a run whatever it is told,
-and one whose answers come later (`asynchronous`) runs more than its one slot allows, so that it can count.
-`runs` is the oracle: what ran, from when to when on the monotonic clock.
+All other runs end at once.  It implements the slot protocol with two exceptions: it ignores cancel requests, and an
+`asynchronous` one runs more jobs at once than it has slots, so that the test can count them.
+`runs` lists which runs there were, with their start and end on the monotonic clock.
 """
 
 import threading
@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.005
 
 @dataclass
 class HeldRun:
-    """One run.  `ended_ns` None: it is under way."""
+    """One run.  `ended_ns` None: it is in progress."""
 
     job_id: str
     id: str
@@ -56,10 +56,10 @@ class HoldingServer(Scripted):
     def endpoint(self) -> str:
         return f"{self.url}/generate"
 
-    # -- what a test tells it, and asks ------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------------------
 
     def hold(self, job_id: str) -> None:
-        """Before it comes."""
+        """Hold the run of this job.  Call it before the job is submitted."""
         self._held[job_id] = threading.Event()
 
     def release(self, job_id: str) -> None:
@@ -71,7 +71,7 @@ class HoldingServer(Scripted):
 
     @property
     def at_once(self) -> int:
-        """How many it ran at the same moment, at most."""
+        """The highest number of runs at one time."""
 
         def under_way(at_ns: int, run: HeldRun) -> bool:
             return run.started_ns <= at_ns and (run.ended_ns is None or at_ns < run.ended_ns)
@@ -79,14 +79,14 @@ class HoldingServer(Scripted):
         return max(sum(under_way(one.started_ns, run) for run in self.runs) for one in self.runs)
 
     def wait_for(self, job_id: str, timeout_s: float) -> None:
-        """Until it runs.  Raises TimeoutError."""
+        """Wait until the job runs.  Raises TimeoutError."""
         until = time.monotonic() + timeout_s
         while job_id not in self._known:
             if time.monotonic() > until:
-                raise TimeoutError(f"{job_id} did not come within {timeout_s} s")
+                raise TimeoutError(f"{job_id} did not start within {timeout_s} s")
             time.sleep(_LOOK_EVERY_S)
 
-    # -- how it does it ----------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------
 
     def _says(self, seen: Seen) -> bytes:
         _, place, *name = seen.path.split("/", 2)
@@ -95,7 +95,7 @@ class HoldingServer(Scripted):
                 return self._generate(seen.headers["x-job-id"], seen.headers["x-attempt"])
             case "health":
                 return self._health()
-            case _:  # A cancel is answered as a question is, and the run goes on.
+            case _:  # A cancel gets the response of a status request, and the run continues.
                 return self._status("".join(name))
 
     def _generate(self, job_id: str, attempt: str) -> bytes:
@@ -123,7 +123,7 @@ class HoldingServer(Scripted):
         )
 
     def _take(self, job_id: str, attempt: str) -> tuple[HeldRun | None, bool]:
-        """(the run, whether it is new); None: the slot is taken."""
+        """Return the run, and whether it is new; None: the slot is taken."""
         with self._lock:
             if job_id in self._known:
                 return self._known[job_id], False

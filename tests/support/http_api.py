@@ -1,4 +1,4 @@
-"""The API of a Slotkeeper of real processes, as a client has it."""
+"""A client of the API of real processes."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ from tools.cluster.stack import RefServer, Stack, eventually
 
 
 class HttpApi:
-    """Speaks HTTP to the door, and to nothing else."""
+    """Sends HTTP requests to the API."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack

@@ -1,4 +1,4 @@
-"""`slotkeeper up` as a user starts it: real processes in a folder of their own, on free ports."""
+"""`slotkeeper up` as a user starts it: real processes in a separate folder, on free ports."""
 
 import json
 import os
@@ -23,11 +23,15 @@ DEADLINE_S = 120.0
 
 
 class Installation:
-    """A state folder, its ports, and what runs on them."""
+    """A state folder, its ports and its processes."""
 
     def __init__(self, home: Path, **settings: str) -> None:
         self.home = home
-        for name in ("app.py", "tasks.py", "celeryconfig.py"):  # a user's own, which must shadow nothing of ours
+        for name in (
+            "app.py",
+            "tasks.py",
+            "celeryconfig.py",
+        ):  # modules of a user, which must not shadow those of the product
             (home.parent / name).write_text("raise RuntimeError('a file of the user was imported')\n")
         self.ports = {name: free_port() for name in ("PORT", "REDIS_PORT", "FLOWER_PORT")}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLOTKEEPER_")}
@@ -35,7 +39,7 @@ class Installation:
         self.environment = {**inherited, **chosen, "SLOTKEEPER_HOME": str(home), "COLUMNS": "200", **settings}
 
     def run(self, *words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-        """A command that ends by itself."""
+        """Run a command that ends by itself."""
         return subprocess.run(
             [SLOTKEEPER, *words],
             input=stdin,
@@ -48,13 +52,13 @@ class Installation:
         )
 
     def ask(self, *words: str, stdin: str = "") -> Any:
-        """What a command answers as JSON."""
+        """Run a command with --json, and return its output."""
         done = self.run(*words, "--json", stdin=stdin)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def run_here(self, *words: str, stdin: str = "") -> Result:
-        """The same in this process."""
+        """Run a command in this process."""
         try:
             return CliRunner().invoke(main, words, input=stdin, env=self.environment)
         finally:
@@ -67,7 +71,7 @@ class Installation:
 
     @contextmanager
     def up(self, *options: str) -> Iterator["Up"]:
-        """Started; stopped at the end of the block, if that has not been done in it."""
+        """Run `slotkeeper up` during the block."""
         started = Up(self, options)
         try:
             yield started
@@ -77,7 +81,7 @@ class Installation:
             eventually(lambda: not self.processes(), "the end of all processes", DEADLINE_S)
 
     def processes(self) -> dict[int, str]:
-        """Pid and command of every process that has our folder in its environment, and of our Valkey."""
+        """Return pid and command of each process with this folder in its environment, and of the Valkey."""
         mark = f"SLOTKEEPER_HOME={self.home}".encode()
         valkey = f"valkey-server 127.0.0.1:{self.ports['REDIS_PORT']}"  # It writes this over its environment.
         found = {}
@@ -120,16 +124,16 @@ class Up:
         return self._printed.read_text()
 
     def says(self, words: str) -> None:
-        """Wait until it has said this."""
+        """Wait until it has printed these words."""
         self.source(lambda: words in self.printed, words)
 
     def source(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until this is so, and no longer than it runs."""
+        """Wait until a condition holds, at most as long as the process runs."""
         eventually(lambda: condition() or self.process.poll() is not None, what, DEADLINE_S)
         assert condition(), self.printed
 
     def stop(self, number: int = signal.SIGINT) -> float:
-        """Ask it to stop; the seconds that it took."""
+        """Send the signal, and return after how many seconds it ended."""
         began = time.monotonic()
         self.process.send_signal(number)
         assert self.process.wait(DEADLINE_S) == 0, self.printed

@@ -1,9 +1,9 @@
-"""A waiting room for tests: the scripts as they are, on a real Valkey, with a clock that the test sets.
+"""A fleet's queue for tests: the product's scripts on a real Valkey, with a clock that the test sets.
 
     room = Room(client).with_slots(2)
     room.enqueue(a("first", 1), a("second", 2))
 
-Every method is one run of one script; answers come as texts and numbers.
+Each method runs one script, and returns texts and numbers.
 """
 
 import re
@@ -30,12 +30,12 @@ START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000
 BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_ms
 BUSY_MAX_MS = 30_000
-ROOM = 1_000_000  # runs that workers have room for
+ROOM = 1_000_000  # runs that the workers can take
 RECORD = "record1"
 EPOCH = 1
-"""Of a room that was opened once: the names of its leases begin with it."""
+"""The epoch of a queue that was opened once: the names of its leases begin with it."""
 
-# Stands in for lib/now_ms.  The key lies in the same hash slot as the keys of the script.
+# Replaces lib/now_ms.  The key is in the same hash slot as the keys of the script.
 CLOCK = """
 local function now_ms()
   local tag = string.match(KEYS[1], "{[^}]*}") or ("{" .. KEYS[1] .. "}")
@@ -46,7 +46,7 @@ FRAGMENTS = {"lib/now_ms": CLOCK}
 
 
 def fragments_with_limits(many_groups: int, kinds_at_once: int) -> dict[str, str]:
-    """Fragments in which so many groups are many, and so many kinds of servers are looked at at once."""
+    """Return fragments with these limits on groups and on kinds of servers that one call reads."""
     text, changed = re.subn(
         r"MANY_GROUPS, KINDS_AT_ONCE = \d+, \d+",
         f"MANY_GROUPS, KINDS_AT_ONCE = {many_groups}, {kinds_at_once}",
@@ -71,7 +71,7 @@ class Offered(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as it is put into the room."""
+    """A job to be enqueued."""
 
     id: str
     seq: int
@@ -119,12 +119,14 @@ class Server:
     def args(self) -> list[Any]:
         urls = dict.fromkeys(self.models, "http://gpu")
         node = NodeIdentity(f"n_{self.name}", {}, is_trusted=False) if self.is_node else None
-        it = CatalogServer(self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight, node=node)
-        return [self.name, server_entry(it)]
+        server = CatalogServer(
+            self.name, "zimg", self.slots, self.state, urls, 0, self.attributes, self.weight, node=node
+        )
+        return [self.name, server_entry(server)]
 
 
 class Room:
-    """One fleet's waiting room."""
+    """The queue of one fleet."""
 
     def __init__(
         self, client: Redis, fleet: str = "zimg", prefix: str = "test", fragments: Mapping[str, str] = FRAGMENTS
@@ -223,11 +225,11 @@ class Room:
     # -- the scripts -----------------------------------------------------------------------------------------
 
     def run(self, name: str, *args: Any) -> Any:
-        """A script with its arguments as they are sent, one after another; its answer as it comes."""
+        """Run a script with these words as arguments, and return its reply."""
         return self.scripts.run(Command(self.scripts.target(name, self.fleet, _plain), args))
 
     def with_slots(self, count: int) -> Self:
-        """One server `gpu` with so many slots, and the room open."""
+        """Add one server `gpu` with so many slots, and open the queue."""
         return self.with_servers(Server("gpu", count))
 
     def with_servers(self, *servers: Server) -> Self:
@@ -275,7 +277,7 @@ class Room:
         return self.enqueued(*jobs, limit=limit, room=room)[1]
 
     def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int | None, int | None]:
-        """Jobs ahead of one that comes in, and the mean slot time, as `enqueue` returns them."""
+        """Enqueue a job, and return how many jobs are ahead of it, and the mean slot time."""
         _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, ROOM), 1, *job.args)
         return ahead, run_ms
 
@@ -294,7 +296,9 @@ class Room:
         return "claimed" if self.run("claim", offer.job, offer.lease, owner, LEASE_MS) else "lost"
 
     def renew(self, owner: str, *held: Offered) -> list[str]:
-        return self.run("renew", owner, LEASE_MS, "", 0, *[text for it in held for text in (it.job, it.lease)])[2]
+        return self.run(
+            "renew", owner, LEASE_MS, "", 0, *[text for offer in held for text in (offer.job, offer.lease)]
+        )[2]
 
     def release(
         self,
@@ -315,12 +319,12 @@ class Room:
     def release_all(
         self, rows: Sequence[Sequence[Any]], breaker: tuple[float, ...] = BREAKER
     ) -> list[tuple[str, list[Offered]]]:
-        """Releases in one call, each as the script takes it."""
+        """Release leases in one call; `rows`: the words of each release."""
         answers = self.run("release", *breaker, BUSY_MAX_MS, *[word for row in rows for word in row])
-        return [("released" if released else "lost", [Offered(*it) for it in made]) for released, made in answers]
+        return [("released" if released else "lost", [Offered(*row) for row in made]) for released, made in answers]
 
     def held(self) -> list[list[str]]:
-        """All leases: job, lease, owner, slot of each."""
+        """Return job, lease, owner and slot of all leases."""
         return [held for held, _ in self.run("list_leases", 0, -1)]
 
     def expired(self, limit: int = 256) -> list[list[str]]:

@@ -1,10 +1,10 @@
-"""A server in the test's own process that does exactly what the test says, byte for byte, also what no server should.
+"""A server in the test's process that sends exactly the bytes that the test sets, also invalid ones.
 
     with Scripted(lambda seen: answer({"status": "success"})) as server:
         ...
         assert server.seen[0].path == "/generate"
 
-Every inference server of a test is this or the reference server; what speaks no HTTP is doubled where it is used.
+Every inference server of a test is this or the reference server.
 """
 
 import socket
@@ -35,7 +35,7 @@ class Seen:
         return orjson.loads(self.body)
 
 
-Act = bytes | Callable[[socket.socket], object]  # bytes to send, or something worse to do
+Act = bytes | Callable[[socket.socket], object]  # bytes to send, or a function of the socket
 
 
 class Scripted:
@@ -58,7 +58,7 @@ class Scripted:
 
     def __exit__(self, *_: object) -> None:
         self.stopped.set()
-        _shut(self._listener)  # By its close alone the thread that waits for connections would hear of nothing.
+        _shut(self._listener)  # A close alone would not wake the thread that accepts connections.
         self._listener.close()
         self._accepting.join(_ENDS_S)
         left = dict(self._open)
@@ -109,7 +109,7 @@ def _read_request(stream: Any, number: int) -> Seen | None:
 
 
 def answer(body: Any = b"", status: int = 200, /, **headers: str) -> bytes:
-    """A whole HTTP answer.  Not bytes: sent as JSON.  Header names with _ for -."""
+    """Return an HTTP response.  A body that is not bytes is sent as JSON.  Header names have _ for -."""
     payload = body if isinstance(body, bytes) else orjson.dumps(body)
     lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(payload)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -117,23 +117,23 @@ def answer(body: Any = b"", status: int = 200, /, **headers: str) -> bytes:
 
 
 def always(act: Act) -> Callable[[Seen], Act]:
-    """The same for every request."""
+    """Return a function that does the same for every request."""
     return lambda _seen: act
 
 
 def reset(sock: socket.socket) -> None:
-    """Hang up rudely: the peer gets a reset, not an end of file."""
+    """Close the connection with a reset instead of an end of file."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     raise ConnectionAbortedError  # out of the loop that serves the connection, which closes it
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Close politely without an answer, which is also how an idle connection ends."""
+    """Close the connection with an end of file and without a response, as an idle connection is closed."""
     sock.shutdown(socket.SHUT_RDWR)
 
 
 def refused_url() -> str:
-    """An address where certainly nobody listens: the port is bound, so that nobody else takes it."""
+    """Return an address that refuses connections: the port is bound, so that no other process listens there."""
     _BOUND.bind(("127.0.0.1", 0)) if _BOUND.getsockname()[1] == 0 else None
     return f"http://127.0.0.1:{_BOUND.getsockname()[1]}"
 

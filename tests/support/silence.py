@@ -1,4 +1,4 @@
-"""A network between the record and its PostgreSQL that loses answers, or falls silent, when a test says so."""
+"""A proxy to PostgreSQL that loses responses, or stops to forward, when the test says so."""
 
 import socket
 import threading
@@ -11,11 +11,11 @@ _PIECE = 65_536
 
 
 class Network:
-    """Passes bytes on, between a port of this host and the server's socket.  What it does changes at once:
+    """Forwards bytes between a port of this host and the server's socket.  These take effect at once:
 
-    `silent`      nothing passes any more on connections that are open; they stay open, and are never heard of again
-    `loses`       a COMMIT arrives, and its connection breaks before it is answered
-    `swallows`    a COMMIT does not arrive, and its connection falls silent
+    `silent`      open connections stay open, and nothing is forwarded on them again
+    `loses`       a COMMIT is forwarded, and its connection breaks before the response
+    `swallows`    a COMMIT is not forwarded, nor anything after it on its connection
     `closed`      new connections are refused
     """
 
@@ -29,7 +29,7 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def fall_silent(self) -> None:
-        """For connections that are open now; those that come later pass."""
+        """Stop to forward on the connections that are open now; later ones work."""
         self.silent.set()
         self.silent = threading.Event()
 
@@ -88,7 +88,7 @@ class _Connection:
 
 @contextmanager
 def between(url: str) -> Iterator[tuple[Network, str]]:
-    """A network in front of the PostgreSQL of `url`, and the URL by which it leads there."""
+    """Yield a proxy to the PostgreSQL of `url`, and the URL through the proxy."""
     parsed = make_url(url)
     network = Network(f"{parsed.query['host']}/.s.PGSQL.5432")
     through = parsed.difference_update_query(["host"]).set(host="127.0.0.1", port=network.port)

@@ -1,6 +1,6 @@
-"""A dispatcher for tests: a real record, a real room, both clocks set by the test.
+"""A dispatcher for tests: a real database and a real Redis, with clocks that the test sets.
 
-Celery is replaced by a list of what it would have been told.
+A recorder takes the place of Celery.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ FLEETS, TENANTS = ("zimg", "flux"), ("acme",)
 
 @dataclass
 class Recorder:
-    """Remembers what Celery would have been told."""
+    """Keeps the messages that Celery would have got."""
 
     offers: list[Offer] = field(default_factory=list)
     ends: list[tuple[str, State]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Recorder:
 
 
 class Stage:
-    """A dispatcher with everything around it."""
+    """A dispatcher with its database, catalog and Redis."""
 
     def __init__(self, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
         self.database, self.redis = database, redis
@@ -91,7 +91,7 @@ class Stage:
         set_clock(monkeypatch, lambda: self.now)
 
     def a_dispatcher(self, redis: Redis) -> Dispatcher:
-        """Another process, so to say: its own copy of the catalog, the same record."""
+        """Make the dispatcher of a further process: with a separate cache of the catalog and the same database."""
         scripts = make_scripts(redis, Keys("test"), FRAGMENTS)
         cache, queues = CatalogCache(self.catalog, refresh_s=0), Queues(scripts, SETTINGS)
         return Dispatcher(
@@ -108,20 +108,20 @@ class Stage:
         )
 
     def cut_off(self) -> Dispatcher:
-        """A process that does not reach Redis."""
+        """Make the dispatcher of a process that does not reach Redis."""
         return self.a_dispatcher(connect(f"redis://127.0.0.1:{free_port()}/0", 0.2))
 
     def explained(self, job_id: str) -> str:
-        """Why a job stands where it stands."""
+        """Return the explanation of a job's state."""
         return explain_job(self.dispatcher, self.living_worker(), self.job(job_id)).sentence
 
     def living_worker(self) -> WorkerCapacity:
-        """What workers accept, one of which has just reported that it lives."""
+        """Return the capacity of workers, after one has reported."""
         workers = WorkerCapacity(self.dispatcher.slots.scripts)
         workers.report("w1", 64)
         return workers
 
-    # -- time, and what is lost --------------------------------------------------------------------------------
+    # -- time and losses ---------------------------------------------------------------------------------------
 
     def set_clock(self, now_ms: int) -> None:
         self.now = now_ms
@@ -135,7 +135,7 @@ class Stage:
         self.redis.flushall()
         self.set_clock(self.now)
 
-    # -- acts --------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------------------
 
     def register(self, slots: int = 1, *, server: str = "gpu", model: str = "zimg", **config: Any) -> None:
         self.catalog.register(model, server, f"http://{server}:1/run", slots, self.now)
@@ -167,13 +167,13 @@ class Stage:
         return a_submission(**({"model": model, "payload": {"prompt": "a cat"}, "id": next(self._names)} | changes))
 
     def start(self, owner: str = "w1") -> ActiveRun:
-        """A worker takes the oldest wake-up."""
+        """Start the job of the oldest wake-up."""
         task = begin_run(self.dispatcher, self.told.offers.pop(0), owner)
         assert task is not None
         return task
 
     def hold(self, task: ActiveRun, ms: int) -> None:
-        """Time passes in which a run goes on."""
+        """Let time pass while a run continues."""
         hold(self.dispatcher, task.lease, self.later, ms)
 
     def settle(
@@ -190,7 +190,7 @@ class Stage:
     def remote(self, task: ActiveRun, remote_id: str = "r-1") -> None:
         assert store_remote_id(self.store, task.run.job.id, task.run.attempt, remote_id, self.now)
 
-    # -- looks -------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
     def job(self, job_id: str) -> Job:
         found = self.store.get(job_id)
@@ -201,7 +201,7 @@ class Stage:
         return self.job(job_id).state
 
     def offered(self) -> list[str]:
-        """Jobs of the wake-ups that were published; forgets them."""
+        """Return the jobs of the published wake-ups, and forget these."""
         found, self.told.offers[:] = [offer.job_id for offer in self.told.offers], []
         return found
 
@@ -212,7 +212,7 @@ class Stage:
         return self.dispatcher.fleets.counts(["zimg"])["zimg"].free
 
     def run_all(self) -> list[str]:
-        """Let one worker run everything, one after another; answers the jobs in the order of their starts."""
+        """Let one worker run all jobs, one after another, and return them in the order of their starts."""
         started = []
         while self.told.offers or self._find():
             task = self.start()
@@ -221,7 +221,7 @@ class Stage:
         return started
 
     def _find(self) -> bool:
-        """The worker looks for work that no wake-up has told it of."""
+        """Offer jobs for which there was no wake-up, as the worker's polling does."""
         found = [offer for fleet in FLEETS for offer in self.dispatcher.queues.offer(fleet, 1, claimant="w1")]
         self.told.offers += found
         return bool(found)

@@ -1,7 +1,7 @@
-"""A town of real processes with short leases, for tests that break some of them.
+"""A cluster of real processes with short leases, for tests that break some of them.
 
-All tests share one, the fixture `town`.  It has beat, maintenance and the API; workers come and
-go as a test wants them, and each test registers a model of its own.
+All tests share one, the fixture `town`.  It has beat, maintenance and the API; each test starts the workers that it
+needs, and registers a separate model.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from tests.support.http_api import HttpApi
 from tools.cluster.stack import Process, RefServer, Stack, eventually
 from tools.cluster.valkey_process import NoValkey
 
-# Short, and yet long enough that a worker on a busy machine does not lose what it holds.
+# Short, but long enough that a worker on a busy machine does not lose its leases.
 LEASE_MS, RENEW_EVERY_MS, OFFER_MS = 3_000, 500, 3_000
 LEASE_S = LEASE_MS / 1000
 GATED = "tests.support.gated:model"
@@ -44,12 +44,12 @@ _numbers = itertools.count(1)
 
 
 def _key(fleet: str, name: str) -> str:
-    """Of the town's room in Redis."""
+    """Return the name of a key of a fleet's queue."""
     return Keys("slotkeeper").fleet_keys(fleet)[FLEET_KEYS.index(name)]
 
 
 class Town:
-    """Real processes, spoken to as a client would, and looked at through the record and the servers' journals."""
+    """Real processes.  Tests send requests to the API, and read the database and the servers' journals."""
 
     def __init__(self, stack: Stack, record_url: str) -> None:
         self.stack, self.api = stack, HttpApi(stack)
@@ -60,7 +60,7 @@ class Town:
     # -- workers -----------------------------------------------------------------------------------------------
 
     def crew(self, count: int = 1) -> list[Process]:
-        """Exactly so many workers, alive and ready; those that are left from before are used again."""
+        """Return exactly so many ready workers; running ones are used again."""
         self._crew = [worker for worker in self._crew if worker.popen.poll() is None]
         while len(self._crew) > count:
             self._crew.pop().kill()
@@ -69,7 +69,7 @@ class Town:
         return list(self._crew)
 
     def hire(self, **env: str) -> Process:
-        """One worker more, ready; `env` is for it alone."""
+        """Start one more worker with these settings, and wait until it is ready."""
         (worker,) = self.hire_all(1, **env)
         return worker
 
@@ -84,14 +84,14 @@ class Town:
         return hired
 
     def cut_off(self) -> None:
-        """A worker has just said that it has room for one run, and nobody hears of it again."""
+        """Report the capacity of a worker that does not exist."""
         with self.redis() as redis:
             WorkerCapacity(make_scripts(redis, Keys("slotkeeper"))).report("cut-off", 1)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
     def model(self, slots: int = 1, *options: str, **config: Any) -> str:
-        """A model with a reference server of its own, both of the same name."""
+        """Register a model with a separate reference server of the same name, and return the name."""
         name = f"fault{next(_numbers)}"
         server = self.stack.server(name, slots, *options, function=GATED)
         self.servers[name] = server
@@ -99,16 +99,16 @@ class Town:
         return name
 
     def polled_model(self, slots: int = 1, **config: Any) -> str:
-        """The same, with a server that answers later."""
+        """Register a model whose server is polled for the result."""
         config = {"model_type": "async", "poll_interval": 0.1} | config
         return self.model(slots, "--async", **config)
 
     def gate(self) -> Gate:
-        """For runs that end when the test says so."""
+        """Return a gate for runs that end when the test opens it."""
         return Gate(self.stack.home / f"gate{next(_numbers)}")
 
     def submit(self, model: str, run: float | Gate, **fields: Any) -> str:
-        """A job that takes so many seconds, or until its gate is opened."""
+        """Submit a job that takes so many seconds, or until its gate is opened, and return its id."""
         takes = run.payload if isinstance(run, Gate) else {"seconds": run}
         return self.api.submit(model, takes | {"prompt": "a cat"}, **fields)
 
@@ -122,7 +122,7 @@ class Town:
         return self.row(job_id)
 
     def starts(self, job_id: str) -> int:
-        """How often the job was started by a worker."""
+        """Return how often workers have started the job."""
         return len([event for event in self.store.list_events(job_id) if event.type == "job.started"])
 
     def started(self, job_id: str, times: int, every_s: float = 0.05) -> None:
@@ -130,7 +130,7 @@ class Town:
         eventually(lambda: self.starts(job_id) >= times, f"{job_id} is started {times} times", every_s=every_s)
 
     def why(self, job_id: str) -> list[str]:
-        """The reasons of all that the job has gone through, in order."""
+        """Return the reasons of the job's transitions, in order."""
         return [event.data["why"] for event in self.store.list_events(job_id)]
 
     def sent(self, model: str, count: int = 1) -> None:
@@ -139,32 +139,32 @@ class Town:
         eventually(lambda: requests.get(url, timeout=5).json()["active_jobs"] == count, f"{model} runs {count}")
 
     def lease(self, model: str, job_id: str) -> dict[bytes, bytes]:
-        """The job's lease as Redis has it; empty: there is none."""
+        """Return the job's lease in Redis; empty: there is none."""
         with self.redis() as redis:
             return redis.hgetall(f"{_key(model, 'leases')}:{job_id}")
 
     def taken(self, model: str) -> dict[bytes, bytes]:
-        """The model's slots that Redis has as taken, and by which job."""
+        """Return the taken slots of the model in Redis, and their jobs."""
         with self.redis() as redis:
             return redis.hgetall(_key(model, "slots"))
 
     def redis(self) -> Redis:
-        """A connection to the town's Valkey, to be closed."""
+        """Return a client of the cluster's Valkey, which the caller closes."""
         assert self.stack.valkey is not None
         return self.stack.valkey.client()
 
     def sent_later(self, job_id: str) -> None:
-        """Wait until the record has the server's own id of the job."""
+        """Wait until the database has the server's id of the job."""
         eventually(lambda: self.row(job_id).remote_id, f"{job_id} has been taken up")
 
     def runs(self, model: str) -> list[dict[str, Any]]:
-        """The journal of the model's server: its runs, in the order of their starts."""
+        """Return the runs in the journal of the model's server, in the order of their starts."""
         lines = self.servers[model].journal.read_text().splitlines()
         return sorted((json.loads(line) for line in lines), key=lambda run: run["started_ns"])
 
     @contextmanager
     def nobody_reaps(self) -> Iterator[None]:
-        """Maintenance stands still, so what is set up meanwhile is not mended half-way, however long it takes."""
+        """Stop maintenance during the block, so that it repairs nothing before the test has set up all."""
         freeze(self.stack.processes["maintenance"])
         try:
             yield
@@ -201,22 +201,20 @@ def _answers(url: str) -> bool:
 
 
 def _kill_all(stack: Stack) -> None:
-    """Nothing here has to be put in order."""
+    """Kill all processes; they have nothing to save."""
     for process in stack.processes.values():
         process.kill()
 
 
 @contextmanager
 def started_town(home: Path, **env: str) -> Iterator[Town]:
-    """Everything but workers, for as long as the block lasts."""
+    """Run all processes but workers during the block."""
     with ExitStack() as ends:
         try:
             stack = ends.enter_context(Stack(home, ENV | env))
         except NoValkey as missing:
             pytest.skip(str(missing))
-        ends.callback(
-            lambda: [process.kill() for process in stack.processes.values()]
-        )  # Nothing has to be put in order.
+        ends.callback(lambda: [process.kill() for process in stack.processes.values()])  # They have nothing to save.
         town = Town(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
         ends.callback(town.store.database.close)
         maintenance = stack.maintenance()

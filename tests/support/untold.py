@@ -1,4 +1,4 @@
-"""How far webhooks are behind what has happened."""
+"""Count the events that webhooks have not received."""
 
 from sqlalchemy import func, select
 
@@ -9,7 +9,7 @@ from slotkeeper.outbox.tables import receivers
 
 
 def untold_events(database: Database) -> int:
-    """How many events the receivers that follow have not been given yet; 0: none, or nobody wants any."""
+    """Return how many events have no message yet for enabled receivers; 0: none, or there is no receiver."""
     follows = (receivers.c.state == "enabled") & receivers.c.behind.is_(None)
     with database.read() as connection:
         following = connection.execute(select(func.min(receivers.c.after_event)).where(follows)).scalar()

@@ -1,6 +1,6 @@
-"""Real servers of others: what is installed, how each is started, and what it should make of a job.
+"""Real inference servers of other projects: their packages, how each is started, and how its jobs should end.
 
-They are installed from the registry, each in its newest release, into virtual environments of their own.
+The newest release of each is installed from the registry into a separate virtual environment.
 """
 
 import os
@@ -44,14 +44,14 @@ def data(word: str, sleep: float = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Live:
-    """A server: what is installed, how it is started, and what it should make of a job that ends so or so.
+    """A server: its package, how it is started, and how its jobs should end.
 
-    `says`: payloads and what must come of them: good, wrong, boom (an error of the model), slow (two seconds).
+    `payloads`: by name: good, wrong, boom (an error of the model), slow (two seconds).  `becomes`: their outcomes.
     """
 
     preset: str
     package: str
-    command: tuple[str, ...]  # {port} stands for the port; of the virtual environment's bin
+    command: tuple[str, ...]  # in bin of the virtual environment; {port}: the port
     path: str
     ready: str
     payloads: dict[str, Any]
@@ -59,17 +59,19 @@ class Live:
     result: Any
     folder: str = "."
     env: dict[str, str] = field(default_factory=dict)
-    when_full: OutcomeKind = OutcomeKind.DONE  # of those that queue inside
+    when_full: OutcomeKind = OutcomeKind.DONE  # for a server that queues requests
     cancels: bool = False
     recognized: bool = True
-    described: dict[str, Any] | None = None  # by a newcomer, from docs/reference/descriptions.md; None: by the preset
+    described: dict[str, Any] | None = (
+        None  # the description that a new user writes, from docs/reference/descriptions.md; None: the preset
+    )
 
     def __str__(self) -> str:
         return f"{self.preset}-{self.package.partition('[')[0]}"
 
 
-def chat(said: str, **more: Any) -> dict[str, Any]:
-    return {"model": "parrot", "messages": [{"role": "user", "content": said}], "stream": True, **more}
+def chat(content: str, **more: Any) -> dict[str, Any]:
+    return {"model": "parrot", "messages": [{"role": "user", "content": content}], "stream": True, **more}
 
 
 def tokens(count: int) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def wanted() -> list[Live]:
 
 def installed(package: str) -> Path:
     """The virtual environment's bin."""
-    make_private_folder(VENVS.parent)  # It may be the home of an installation, which nobody else may read.
+    make_private_folder(VENVS.parent)  # It may be the home of an installation, which only its owner may read.
     home = VENVS / package
     done = home / ".installed"
     if not done.exists():
@@ -322,7 +324,7 @@ def started(live: Live, binaries: Path) -> Iterator[str]:
 
 
 def launch(live: Live, binaries: Path, port: int, **more: str) -> "subprocess.Popen[bytes]":
-    """Start the server in a process group of its own; `more` joins its environment."""
+    """Start the server in a separate process group; `more` is added to its environment."""
     command = [part.replace("{port}", str(port)) for part in live.command]
     env = {name: value.replace("{port}", str(port)) for name, value in live.env.items()}
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
@@ -341,7 +343,7 @@ def wait_until_ready(live: Live, port: int, child: "subprocess.Popen[bytes]") ->
 
 
 def stop(child: "subprocess.Popen[bytes]") -> None:
-    child.terminate()  # Some start processes in sessions of their own, which only they can end.
+    child.terminate()  # Some servers start processes in separate sessions, which only they can end.
     with suppress(subprocess.TimeoutExpired):
         child.wait(_ENDS_WITHIN_S)
     with suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
-"""Presets against the servers that they are of, installed from the registry into virtual environments of their own.
+"""Presets with the servers that they describe, installed from the registry into separate virtual environments.
 
     make live-presets                    # takes minutes, and a few hundred MiB in var/live
     make live-presets LIVE="cog mosec"
 
-Not part of `make test`: what is installed is the newest release, so that a change of theirs is seen here first.
+Not part of `make test`: the newest releases are installed, so that a change of a server is noticed here first.
 """
 
 import threading

@@ -90,7 +90,7 @@ class Supervised:
         return [float(at) for at, happened, of in self.lines() if (happened, of) == (what, word)]
 
     def _kill_all(self) -> None:
-        """Kill all processes of the server, as systemd does: some servers start workers in sessions of their own."""
+        """Kill all processes of the server, as systemd does: some servers start workers in separate sessions."""
         mark = f"LIVE_GROUP={self._group}".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -130,12 +130,12 @@ class Played:
             config["poll_interval"] = 0.2
         self.configure(config)
         body = {"model": self.model, "server": f"{self.model}-s", "endpoint": server.endpoint, "slots": 1}
-        told = town.api.call("POST", "/admin/register", json=body)
-        assert told.ok, told.text
+        response = town.api.call("POST", "/admin/register", json=body)
+        assert response.ok, response.text
 
     def configure(self, config: dict[str, Any]) -> None:
-        told = self.town.api.call("PUT", f"/admin/model-configs/{self.model}", json=config)
-        assert told.ok, told.text
+        response = self.town.api.call("PUT", f"/admin/model-configs/{self.model}", json=config)
+        assert response.ok, response.text
 
     def submit(self, word: str, sleep: float = 0, **fields: Any) -> str:
         return self.town.api.submit(self.model, prompt(word, sleep), **fields)
@@ -188,10 +188,10 @@ def note(request: pytest.FixtureRequest, server: Supervised) -> Callable[[str], 
     properties = request.node.user_properties
     properties.append((SCENE, (str(server.live), scene, "**failed**")))
 
-    def told(result: str) -> None:
+    def store_result(result: str) -> None:
         properties[:] = [(SCENE, (str(server.live), scene, result))]
 
-    return told
+    return store_result
 
 
 def test_n_a_job_is_completed(played: Played, note: Callable[[str], None]):
@@ -225,9 +225,9 @@ def test_d_the_slot_of_a_run_whose_time_is_over_is_used_again_soon(played: Playe
 def test_f_the_servers_words_are_kept_in_the_error(played: Played, note: Callable[[str], None]):
     job = played.submit("boom")
     row = played.town.until(job, "dead", 30)
-    said = row.error_message or ""
-    assert said and not re.fullmatch(r"the server answered \d+\W*", said), f"no words of the server: {said!r}"
-    note(f"ok: {said[:60]}")
+    message = row.error_message or ""
+    assert message and not re.fullmatch(r"the server answered \d+\W*", message), f"no words of the server: {message!r}"
+    note(f"ok: {message[:60]}")
 
 
 def test_h_a_restart_under_load_ends_every_job_once(played: Played, note: Callable[[str], None]):

@@ -58,7 +58,7 @@ def painted(gate: str) -> dict[str, Any]:
     return prompt("a cat") | {"gate": gate}
 
 
-def told(gate: str) -> dict[str, Any]:
+def gated_chat(gate: str) -> dict[str, Any]:
     return chat(f"gate:{gate}")
 
 
@@ -67,7 +67,7 @@ CASES = [
     Case("cog", "cog", painted, 1, "A CAT", PUSHES, "cog-that-pushes"),
     Case("bentoml", "bentoml", painted, 2, {"image": "A CAT"}),
     Case("bentoml-task", "bentoml", painted, 1, {"image": "A CAT"}),
-    Case("openai-chat", "litserve", told, 2, None),
+    Case("openai-chat", "litserve", gated_chat, 2, None),
 ]
 
 
@@ -81,11 +81,11 @@ def _live(preset: str, package: str) -> Live:
 
 
 def _register(town: Town, model: str, url: str, config: dict[str, Any]) -> None:
-    told = town.api.call("PUT", f"/admin/model-configs/{model}", json=config)
-    assert told.ok, told.text
+    response = town.api.call("PUT", f"/admin/model-configs/{model}", json=config)
+    assert response.ok, response.text
     body = {"model": model, "server": f"{model}-server", "endpoint": url, "slots": 1}
-    told = town.api.call("POST", "/admin/register", json=body)
-    assert told.ok, told.text
+    response = town.api.call("POST", "/admin/register", json=body)
+    assert response.ok, response.text
 
 
 def _remove(town: Town, model: str) -> None:
@@ -140,7 +140,7 @@ LLAMA: dict[str, Any] = {"health": {"active": {"metric": "llamacpp:requests_proc
 
 
 def _endless() -> dict[str, Any]:
-    """As much as its context holds: it goes on until somebody stops it."""
+    """Return a request whose run continues until it is stopped, or its context is full."""
     return chat("a cat", max_tokens=LLAMA_CONTEXT)
 
 
@@ -169,13 +169,15 @@ needs_llama = pytest.mark.skipif(
 
 
 @needs_llama
-def test_a_stream_of_llama_cpp_is_told_as_it_comes_and_its_whole_is_the_result(town: Town, llama: tuple[str, str]):
+def test_a_stream_of_llama_cpp_is_forwarded_in_parts_and_the_whole_text_is_the_result(
+    town: Town, llama: tuple[str, str]
+):
     model, _ = llama
     town.crew(1)
     job = town.api.submit(model, chat("a cat", max_tokens=3000))
     with town.api.session.get(f"{town.stack.url}/queue/jobs/{job}/stream", stream=True, timeout=60) as stream:
-        told = [line.removeprefix(b"data: ") for line in stream.iter_lines() if line.startswith(b"data: ")]
-    texts = [said["text"] for said in map(json.loads, told) if "text" in said]
+        parts = [line.removeprefix(b"data: ") for line in stream.iter_lines() if line.startswith(b"data: ")]
+    texts = [part["text"] for part in map(json.loads, parts) if "text" in part]
     result = town.api.ended(job)["result"]
     assert len(texts) > 1 and "".join(texts) == result["output"]
     assert (result["finish_reason"], len(result["output"])) == ("length", 3000)

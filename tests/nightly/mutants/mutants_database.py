@@ -1,4 +1,4 @@
-"""Commits, and what becomes of them; migrations."""
+"""Commits and their outcomes; migrations."""
 
 from tests.nightly.mutants.operators import Mutant, always, drop, never, swap, text_swap
 

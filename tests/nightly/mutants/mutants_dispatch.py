@@ -1,4 +1,4 @@
-"""What is decided of a job and its run; what is accepted."""
+"""Decisions on jobs and runs, and admission."""
 
 from tests.nightly.mutants.operators import Mutant, drop, never, swap
 
@@ -14,14 +14,14 @@ MUTANTS = [
         "a start that was not stored leaves its job outside the queue",
         "routing.dispatch.run_steps:RunSteps.find_stored_start",
         swap("job is not None and job.state is State.QUEUED", "job is None"),
-        kills=["test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place"],
+        kills=["test_a_job_whose_start_was_not_stored_returns_to_its_place_in_the_queue"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a worker goes on with a run that another has started",
         "routing.dispatch.run_steps:RunSteps.find_stored_start",
         swap("active is not None and active.lease.stored_text == lease.stored_text", "active is not None"),
-        kills=["test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him"],
+        kills=["test_a_worker_leaves_a_job_that_another_worker_started_while_its_own_start_was_unknown"],
         breaks="LEASE-3",
     ),
     Mutant(
@@ -56,7 +56,7 @@ MUTANTS = [
         "a run that its server may still execute frees its slot",
         "routing.dispatch.run_steps:RunSteps.release",
         swap("decision.quarantine is not None", "decision.quarantine is None and decision.resume_in_slot"),
-        kills=["test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run"],
+        kills=["test_slot_1_a_slot_is_quarantined_until_its_servers_report_no_longer_shows_the_run"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         "routing.dispatch.run_steps:RunSteps.give_up",
         swap("quarantined.slot == lease.slot", "quarantined.slot != lease.slot"),
         kills=[
-            "test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run",
+            "test_slot_1_a_slot_is_quarantined_until_its_servers_report_no_longer_shows_the_run",
             "test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains",
         ],
         breaks="SLOT-1",

@@ -71,7 +71,7 @@ MUTANTS = [
             "(row.job_id, row.slot) not in leased",
             "(_run_id(row), row.slot) not in {(lease.job_id, lease.slot) for lease in leases}",
         ),
-        kills=["test_a_worker_that_is_still_telling_its_server_is_not_disturbed"],
+        kills=["test_maintenance_leaves_the_lease_of_a_worker_that_is_still_canceling_its_run"],
         breaks="LEASE-4",
     ),
     Mutant(
@@ -85,7 +85,7 @@ MUTANTS = [
         "a slot is freed although its server still reports the run",
         "routing.maintenance.quarantined_slots:apply_report",
         always("not report.shows_runs and not _is_confirmed_running(state, row)"),
-        kills=["test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take"],
+        kills=["test_a_slot_stays_quarantined_while_its_server_reports_that_the_run_continues"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -99,7 +99,7 @@ MUTANTS = [
         "the status of a run that was given up does not free its slot",
         "tasks.health_checks:_apply_status",
         never("outcome.kind in _END_KINDS"),
-        kills=["test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end"],
+        kills=["test_a_slot_is_used_again_when_the_status_shows_that_its_run_has_ended"],
         breaks="SLOT-2",
     ),
     Mutant(

@@ -7,7 +7,7 @@ MUTANTS = [
         "a relay rests while events are pending",
         "tasks.relay.relay:Relay._is_idle",
         swap("self._has_listener and self._reader is not None and not self._reader.has_gap", "self._has_listener"),
-        kills=["test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is"],
+        kills=["test_a_relay_is_idle_only_while_it_holds_the_cursor_and_no_event_waits_for_a_transaction"],
         breaks="no lost event",
         still="test_a_relay_that_rests_publishes_what_is_written",
     ),

@@ -39,9 +39,9 @@ MUTANTS = [
         "a probe reveals secrets",
         "tasks.servers.probe:_make_exchange",
         swap("redact(reply.beginning, secrets or ())", "redact(reply.beginning)"),
-        kills=["test_a_secret_is_sent_and_never_told"],
+        kills=["test_a_secret_is_sent_to_the_server_and_masked_in_the_trial"],
         breaks="secrets",
-        still="test_an_exchange_that_breaks_off_is_told_too",
+        still="test_a_trial_lists_an_exchange_without_a_response",
     ),
     Mutant(
         "a path becomes part of the host name",
@@ -164,7 +164,7 @@ MUTANTS = [
         swap('not "".join((*headers, *headers.values())).isprintable()', "headers is None"),
         kills=["test_no_header_can_hold_another"],
         breaks="framing",
-        still="test_headers_are_written_beside_those_that_are_always_said",
+        still="test_given_headers_are_sent_after_the_default_headers",
     ),
     Mutant(
         "a large answer is kept in memory",

@@ -103,7 +103,7 @@ MUTANTS = [
         "a start that was stored without an answer counts as a crash",
         "tasks.worker.worker_run:RetryingIo.wait_until_known",
         never("not (self._watch.lost or self._watch.stop)"),
-        kills=["test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing"],
+        kills=["test_a_job_whose_stored_start_was_reported_as_unknown_runs_and_spends_no_retry"],
         breaks="LEASE-1",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "a draining worker starts what it was just offered",
         "tasks.worker.executor:Executor.run",
         never("not self._concurrency.accepts_jobs"),
-        kills=["test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered"],
+        kills=["test_a_stopping_worker_does_not_start_a_job_that_it_was_just_offered"],
         breaks="JOB-1",
     ),
     Mutant(
@@ -251,7 +251,7 @@ MUTANTS = [
         kills=[
             "test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot",
             "test_what_a_cancel_frees_is_as_the_server_is_described",
-            "test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot",
+            "test_a_run_that_timed_out_keeps_its_slot_unless_the_server_confirms_its_end",
         ],
         breaks="SLOT-1",
     ),
@@ -259,7 +259,7 @@ MUTANTS = [
         "an internal error at the end of a run is left to the reaper",
         "tasks.worker.executor:Executor._call_and_end",
         swap("await self._end_run(worker_run, _outcome_of_internal_error(error))", "raise"),
-        kills=["test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told"],
+        kills=["test_an_internal_error_at_the_end_of_a_run_spends_no_retry_and_is_stored_with_the_job"],
         breaks="charges",
         still="test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back",
     ),

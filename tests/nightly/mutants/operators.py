@@ -230,7 +230,7 @@ def _method_call(node: ast.AST) -> str:
 
 
 def _end_of_receiver(source: Source, call: ast.Call) -> int:
-    """Where the point begins; what stands before it may have parentheses, which belong to no node."""
+    """Return the position of the dot; the expression before it may have parentheses, which belong to no node."""
     assert isinstance(call.func, ast.Attribute)
     end_of_name = source.span(call.func)[1]
     return source.text.rindex(".", 0, end_of_name - len(call.func.attr) + 1)
@@ -397,7 +397,7 @@ class Mutant:
     def apply(self, text: str) -> str:
         """The file without the guard.
 
-        Raises MisplacedMutantError unless its place is found exactly once, and what comes of it is valid.
+        Raises MisplacedMutantError unless its place is found exactly once and the result is valid.
         """
         try:
             for change in self.changes if isinstance(self.changes, tuple) else (self.changes,):

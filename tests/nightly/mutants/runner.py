@@ -96,7 +96,7 @@ def _copy() -> Iterator[Path]:
         for part in (*packages, *_COPIED_BESIDE_PACKAGES):
             source, target = REPO / part, Path(name) / part
             if source.is_dir():
-                shutil.copytree(source, target)  # With its compiled files, of which all but one stay valid.
+                shutil.copytree(source, target)  # With its compiled files: all but one stay valid.
             else:
                 shutil.copy(source, target)
         yield Path(name)

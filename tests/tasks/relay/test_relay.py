@@ -411,7 +411,7 @@ def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, i
         eventually(lambda: Reader(valkey).ids() == all_ids(database))
 
 
-def test_a_relay_rests_only_while_the_cursor_is_its_own_and_all_that_can_be_told_is(database, store, valkey):
+def test_a_relay_is_idle_only_while_it_holds_the_cursor_and_no_event_waits_for_a_transaction(database, store, valkey):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     for relay in (first, second):
         relay.wake_on_change(ChangeListener(database))

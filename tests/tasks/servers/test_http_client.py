@@ -140,7 +140,7 @@ def test_no_header_can_hold_another(name, value):
         _encode_head("POST", parse_endpoint("http://a/"), "/", {"x": "y", name: value}, b"")
 
 
-def test_headers_are_written_beside_those_that_are_always_said():
+def test_given_headers_are_sent_after_the_default_headers():
     endpoint = parse_endpoint("http://u:p@a:81/x%20y?z#f")
     lines = _encode_head("POST", endpoint, endpoint.target, {"X-A": "1", "user-agent": "mine"}, b"12").split(b"\r\n")
     assert lines == [

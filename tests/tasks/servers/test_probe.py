@@ -161,7 +161,7 @@ def test_a_job_that_takes_too_long_is_canceled_at_its_server(scripted):
     assert server.seen[-1].path == "/cancel/j1"
 
 
-def test_a_secret_is_sent_and_never_told(scripted):
+def test_a_secret_is_sent_to_the_server_and_masked_in_the_trial(scripted):
     server = scripted(lambda seen: answer({"error": f"no such key: {seen.headers['authorization']}"}, 401))
     trial = make_trial(server, "runpod-endpoint", secret={"RUNPOD_API_KEY": "rpa_not_a_key"}.get)
     outcome = run_with_http_client(partial(trial.run, payload={"prompt": "a cat"}, patience_s=5))
@@ -170,7 +170,7 @@ def test_a_secret_is_sent_and_never_told(scripted):
     assert "***" in trial.exchanges[0].answer
 
 
-def test_an_exchange_that_breaks_off_is_told_too():
+def test_a_trial_lists_an_exchange_without_a_response():
     trial = Trial(refused_url() + "/generate", Description())
     assert run_with_http_client(partial(trial.run, payload={}, patience_s=1)).kind is OutcomeKind.UNREACHABLE
     assert (trial.exchanges[0].status, trial.exchanges[0].means) == (None, "unreachable")

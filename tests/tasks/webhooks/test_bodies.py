@@ -129,7 +129,7 @@ def test_mentions_and_links_are_escaped_for_slack() -> None:
     ["payload", "envelope", "lease", "remote_id", "callback_url", "__class__", "error", "error.__class__", "result.x!",
      "job_id.x", "data.job_id", "", "result.", "result..a", "secret/KEY", "model|upper", "result." + "a." * 9 + "a"],
 )  # fmt: skip
-def test_a_template_names_what_is_told_and_nothing_else(name: str) -> None:
+def test_a_template_with_an_unknown_name_is_refused(name: str) -> None:
     assert "job_id" in refusal_message({"text": f"x {{{{{name}}}}}"}), "the message lists the allowed names"
 
 

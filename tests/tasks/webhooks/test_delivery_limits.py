@@ -61,7 +61,7 @@ def test_silent_new_receivers_do_not_block_a_receiver_that_works() -> None:
     assert not limits.may_send("new", "tenant0") and limits.may_send("good", "two")
 
 
-def test_no_tenant_gets_more_berths_than_it_leaves_free() -> None:
+def test_a_tenant_gets_at_most_half_of_the_deliveries_at_once() -> None:
     limits = DeliveryLimits()
     for n in range(MAX_IN_GROUP[LimitGroup.ALL]):
         limits.release(limits.acquire(f"good{n}", "greedy"), True)

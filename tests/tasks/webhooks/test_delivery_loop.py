@@ -104,7 +104,9 @@ def test_silent_receivers_do_not_delay_those_that_answer(deliveries, store, rece
     assert deliveries.running >= 100, "the deliveries to the silent ones have not ended"
 
 
-def test_one_receivers_pile_does_not_hide_what_is_owed_to_another(deliveries, store, receivers, monkeypatch) -> None:
+def test_a_backlog_of_one_receiver_does_not_delay_messages_to_another(
+    deliveries, store, receivers, monkeypatch
+) -> None:
     monkeypatch.setattr(message_delivery, "_PAGE", 10)
     monkeypatch.setattr(delivery_loop, "_MAX_FIND_SHARE", 1e9)
     monkeypatch.setattr(message_delivery, "_NEWEST", 5)

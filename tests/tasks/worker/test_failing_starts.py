@@ -103,7 +103,7 @@ def _commit_unknown_at_start(
 
 
 @sqlite
-def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
+def test_a_job_whose_stored_start_was_reported_as_unknown_runs_and_spends_no_retry(
     stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker keeps the lease, and reads the job until the database responds."""
@@ -126,7 +126,7 @@ def test_a_job_whose_start_was_stored_and_not_heard_of_runs_and_costs_nothing(
 
 
 @sqlite
-def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_place(
+def test_a_job_whose_start_was_not_stored_returns_to_its_place_in_the_queue(
     stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()
@@ -137,7 +137,7 @@ def test_a_job_whose_start_was_neither_stored_nor_heard_of_goes_back_to_its_plac
 
 
 @sqlite
-def test_a_job_whose_start_was_not_heard_of_and_that_another_has_by_now_is_left_to_him(
+def test_a_worker_leaves_a_job_that_another_worker_started_while_its_own_start_was_unknown(
     stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register(2)
@@ -205,7 +205,7 @@ def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
 
 
 @sqlite
-def test_an_error_of_ours_at_a_runs_end_costs_the_job_nothing_and_is_told(
+def test_an_internal_error_at_the_end_of_a_run_spends_no_retry_and_is_stored_with_the_job(
     stage: Stage, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.register()

@@ -167,7 +167,7 @@ def one_slot(stage: Stage) -> Stage:
 
 
 @each_end
-def test_slot_1_a_slot_is_withheld_until_its_servers_report_no_longer_shows_the_run(one_slot, end_run):
+def test_slot_1_a_slot_is_quarantined_until_its_servers_report_no_longer_shows_the_run(one_slot, end_run):
     stage = one_slot
     job_id, state = end_run(stage)
     assert stage.state(job_id) is state
@@ -257,7 +257,7 @@ def test_without_information_a_slot_is_quarantined_for_three_times_the_usual_dur
 
 
 @pytest.mark.parametrize("source", ["id", "count", "status"])
-def test_a_slot_whose_server_tells_that_the_run_goes_on_is_withheld_for_longer_than_runs_take(one_slot, source):
+def test_a_slot_stays_quarantined_while_its_server_reports_that_the_run_continues(one_slot, source):
     stage = one_slot
     _timed_out_where_runs_are_short(stage)
     stage.later(_QUARANTINE_MS - SECOND)
@@ -461,7 +461,7 @@ def test_a_lost_lease_of_a_quarantined_slot_is_written_again(one_slot):
     assert stage.room.taken() == {"gpu-slot0": "one~1"}
 
 
-def test_a_worker_that_is_still_telling_its_server_is_not_disturbed(one_slot):
+def test_maintenance_leaves_the_lease_of_a_worker_that_is_still_canceling_its_run(one_slot):
     stage = one_slot
     stage.submit(id="one", ttl_s=5)
     active = stage.start()

@@ -160,7 +160,7 @@ def test_slot_1_whatever_ends_a_run_its_server_never_runs_two_in_one_slot(stage,
 
 
 @sqlite
-def test_a_slot_is_used_again_when_the_status_of_its_run_tells_the_end(stage, server) -> None:
+def test_a_slot_is_used_again_when_the_status_shows_that_its_run_has_ended(stage, server) -> None:
     server.hold("first")
     first = _time_out(stage)
     (row,) = quarantine.list_all(stage.database)
@@ -288,7 +288,7 @@ def test_what_a_cancel_frees_is_as_the_server_is_described(
 @pytest.mark.parametrize(
     ("frees_slot", "server_still_running"), [("immediate", False), ("eventual", True), ("no", True)]
 )
-def test_a_run_that_took_too_long_lingers_unless_a_yes_frees_its_slot(
+def test_a_run_that_timed_out_keeps_its_slot_unless_the_server_confirms_its_end(
     stage, monkeypatch, frees_slot, server_still_running
 ) -> None:
     outcome = _call_outcome(stage, monkeypatch, ConfirmingSession(frees_slot, continues=True), canceled=False)

@@ -49,9 +49,7 @@ def completing_worker(stage: Stage) -> Iterator[CompletingWorker]:
 
 
 @sqlite
-def test_a_worker_that_is_told_to_stop_begins_nothing_it_was_just_offered(
-    stage: Stage, worker: StartOnlyWorker
-) -> None:
+def test_a_stopping_worker_does_not_start_a_job_that_it_was_just_offered(stage: Stage, worker: StartOnlyWorker) -> None:
     stage.register()
     second = [stage.submit() for _ in range(2)][1]
     active = worker.start_newest(stage)

@@ -16,7 +16,7 @@ class Predictor(BasePredictor):
             raise RuntimeError("told to fail")
         with noted(prompt):
             until = time.monotonic() + sleep
-            while time.monotonic() < until:  # In one sleep it would hear of no cancel.
+            while time.monotonic() < until:  # A single long sleep would not notice a cancel.
                 time.sleep(0.05)
             pass_through(gate)
         return prompt.upper()

@@ -30,7 +30,7 @@ def noted(prompt: str) -> Iterator[None]:
     _note("begins", prompt)
     if prompt.startswith("die"):
         os.killpg(int(Path(os.environ["LIVE_GROUP"]).read_text()), signal.SIGKILL)
-        os._exit(1)  # This process may have a group of its own.
+        os._exit(1)  # This process may have a separate group.
     try:
         yield
     finally:

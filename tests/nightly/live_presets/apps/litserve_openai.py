@@ -14,12 +14,12 @@ class Parrot(litserve.LitAPI):
         pass
 
     def predict(self, request: Any) -> Iterator[str]:
-        said = request.messages[-1].content
-        if said == "boom":
+        text = request.messages[-1].content
+        if text == "boom":
             raise RuntimeError("told to fail")
-        pass_through(said.partition("gate:")[2])
-        for n, word in enumerate(said.split(" ")):
-            time.sleep(2 if said == "slow" else 0.01)
+        pass_through(text.partition("gate:")[2])
+        for n, word in enumerate(text.split(" ")):
+            time.sleep(2 if text == "slow" else 0.01)
             yield word if n == 0 else f" {word}"
 
 

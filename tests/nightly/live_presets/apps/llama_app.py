@@ -46,10 +46,10 @@ def write_model(path: Path) -> None:
 
     tensor("token_embd.weight", len(tokens), WIDTH)
     file.add_tensor("output_norm.weight", numpy.ones(WIDTH, numpy.float32))
-    said = numpy.zeros((len(tokens), WIDTH), numpy.float32)
+    output = numpy.zeros((len(tokens), WIDTH), numpy.float32)
     for letter in LETTERS:
-        said[len(special) + letter] = of.standard_normal(WIDTH)
-    file.add_tensor("output.weight", said)
+        output[len(special) + letter] = of.standard_normal(WIDTH)
+    file.add_tensor("output.weight", output)
     for n in range(BLOCKS):
         file.add_tensor(f"blk.{n}.attn_norm.weight", numpy.ones(WIDTH, numpy.float32))
         file.add_tensor(f"blk.{n}.ffn_norm.weight", numpy.ones(WIDTH, numpy.float32))

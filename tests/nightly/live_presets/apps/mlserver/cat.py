@@ -1,4 +1,4 @@
-"""A model behind MLServer: {"prompt": number}, of which the negative ones fail."""
+"""A model behind MLServer: {"prompt": number}, where a negative one fails."""
 
 import asyncio
 

@@ -7,7 +7,7 @@ from tests.support.builders import T0
 
 @pytest.fixture
 def a_row() -> Job:
-    """A queued job as the record gives it."""
+    """A queued job as the database returns it."""
     nothing = dict.fromkeys(
         (
             "started_ms",

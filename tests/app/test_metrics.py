@@ -1,4 +1,4 @@
-"""Figures: right, whoever counts and however many; shown to those who may see them; few, however many models."""
+"""Metrics: exact with one or many counters, shown only with the right key, and limited in number with many models."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_without_keys_the_metrics_key_brings_no_stranger_in(api: Api, settings: 
 # -- what they say ---------------------------------------------------------------------------------------------
 
 
-def test_what_waits_is_told_by_model_and_priority_with_the_age_of_the_oldest(api: Api) -> None:
+def test_metrics_report_waiting_jobs_and_the_oldest_age_by_model_and_priority(api: Api) -> None:
     api.model("flux")
     api.submitted(model="flux", priority=2)
     api.submitted(model="flux", priority=2)
@@ -107,7 +107,7 @@ def test_batches_that_have_not_ended_are_counted_by_state(api: Api) -> None:
     }
 
 
-def test_what_has_happened_is_told_as_sums_and_histograms(api: Api) -> None:
+def test_metrics_report_job_events_as_counters_and_histograms(api: Api) -> None:
     an_ended_job(api.dispatcher.store)
     an_ended_job(api.dispatcher.store, State.DEAD)
     _count(api)
@@ -159,7 +159,7 @@ def test_what_redis_does_not_take_is_counted_later(mortal_api: Api) -> None:
     assert (sum(parts), parts[len(HANDOFF_BUCKETS_S)], sum_s) == (1, 1, 1000)
 
 
-def test_offers_slots_and_breakers_are_told_by_fleet(api: Api) -> None:
+def test_metrics_report_offers_slots_and_breakers_by_fleet(api: Api) -> None:
     api.register(slots=2)
     api.started()
     found = _figures(api)
@@ -179,14 +179,14 @@ def test_a_models_open_breaker_is_a_figure(timed_api: TimedApi) -> None:
     assert _figures(api)['slotkeeper_model_breaker_open{model="zimg"}'] == 1
 
 
-def test_the_last_run_of_each_task_is_told(api: Api) -> None:
+def test_metrics_report_the_last_run_of_each_task(api: Api) -> None:
     task_runs.TaskRunRecorder(services.scripts()).note("sweep", 0.25)
     found = _figures(api)
     assert found['slotkeeper_task_last_run_timestamp_seconds{task="sweep"}'] > 1_700_000_000
     assert found['slotkeeper_task_last_run_seconds{task="sweep"}'] == 0.25
 
 
-def test_tasks_that_end_within_a_second_are_told_together(api: Api) -> None:
+def test_task_runs_within_a_second_are_written_together(api: Api) -> None:
     now = 100.0
     runs = task_runs.TaskRunRecorder(services.scripts(), lambda: now)
     for task in ("sweep", "reap", "count"):
@@ -233,7 +233,7 @@ def test_a_models_load_is_what_waits_and_what_runs(api: Api) -> None:
     assert api.client.get("/models/unknown/stats").status_code == 404
 
 
-def test_a_models_load_is_told_from_the_record_while_redis_is_away(mortal_api: Api) -> None:
+def test_a_models_load_comes_from_the_database_while_redis_is_down(mortal_api: Api) -> None:
     mortal_api.model()
     mortal_api.submitted()
     mortal_api.valkey.kill()

@@ -51,13 +51,19 @@ def test_times_to_come_back_are_whole_seconds_and_never_none(app):
     assert _raised(app, TooManyRequests("slow down", 0.001)).headers["Retry-After"] == "1"
 
 
-def test_facts_do_not_take_the_place_of_what_the_rfc_names(app):
-    told = _raised(app, Conflict("It has ended.", status="completed", type="x", title="y", instance="z", job_id="j"))
-    assert (told.json["status"], told.json["job_status"], told.json["instance"]) == (409, "completed", "/fail")
-    assert told.json["type"] == "urn:slotkeeper:problem:conflict"
-    assert told.json["job_id"] == "j"
+def test_extra_facts_do_not_replace_the_fields_of_the_rfc(app):
+    response = _raised(
+        app, Conflict("It has ended.", status="completed", type="x", title="y", instance="z", job_id="j")
+    )
+    assert (response.json["status"], response.json["job_status"], response.json["instance"]) == (
+        409,
+        "completed",
+        "/fail",
+    )
+    assert response.json["type"] == "urn:slotkeeper:problem:conflict"
+    assert response.json["job_id"] == "j"
 
 
-def test_what_a_stranger_wrote_can_be_sent_back(app):
-    told = _raised(app, JobNotFound("There is no job '\udc80'" + "x" * 10_000))
-    assert len(json.loads(told.data)["detail"]) == 500
+def test_a_problem_with_client_input_is_encoded_and_shortened(app):
+    response = _raised(app, JobNotFound("There is no job '\udc80'" + "x" * 10_000))
+    assert len(json.loads(response.data)["detail"]) == 500

@@ -25,7 +25,7 @@ def test_what_overflows_is_left_to_the_check_of_the_payload():
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message_part",
     [
         (b"", "line 1, column 1"),
         (b'{"a":1,}', "line 1"),
@@ -44,11 +44,11 @@ def test_what_overflows_is_left_to_the_check_of_the_payload():
         (b'{"a":' * 100_000, "nested too deeply"),
     ],
 )
-def test_what_is_not_json_is_said_where(text, said):
+def test_the_error_for_invalid_json_names_the_position(text, message_part):
     with pytest.raises(ProblemError) as refused:
         parse_json(text, index=3)
     assert (refused.value.status, refused.value.code) == (400, "malformed_json")
-    assert said in refused.value.detail
+    assert message_part in refused.value.detail
     assert refused.value.facts == {"index": 3}
 
 
@@ -67,7 +67,7 @@ def test_an_array_is_read_value_by_value(text, values):
 
 
 @pytest.mark.parametrize(
-    "text, said, facts",
+    "text, message_part, facts",
     [
         (b"[", "line 1, column 2", {"index": 0}),
         (b"[1,]", "line 1, column 4", {"index": 1}),
@@ -81,11 +81,11 @@ def test_an_array_is_read_value_by_value(text, values):
         (b'[1,"' + b"a" * 99 + b'"]', "longer than 100 characters", {"index": 1}),
     ],
 )
-def test_of_an_array_the_value_that_is_none_is_named(text, said, facts):
+def test_the_error_for_an_invalid_array_names_the_element(text, message_part, facts):
     with pytest.raises(ProblemError) as refused:
         list(iter_array(text, 100_000 if b"[[" in text else 100))
     assert (refused.value.status, refused.value.code, refused.value.facts) == (400, "malformed_json", facts)
-    assert said in refused.value.detail
+    assert message_part in refused.value.detail
 
 
 def test_of_an_array_no_more_is_parsed_than_is_asked_for():

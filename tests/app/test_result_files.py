@@ -59,7 +59,7 @@ def test_of_a_result_with_very_many_values_a_bounded_part_is_looked_at() -> None
 
 
 def completed(api: Api, result: Any, **fields: Any) -> str:
-    """A job that has ended with this result."""
+    """Complete a job with this result and return its id."""
     if "headers" not in fields:
         api.register()
     job_id = api.submitted(**fields)
@@ -135,11 +135,11 @@ def test_the_command_line_saves_the_file_of_a_result(
     assert TEXT not in ran.output and f"{len(PNG)} bytes" in ran.output
 
 
-def test_several_files_get_a_number_each(
+def test_several_result_files_are_numbered(
     httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert run(httpserver, monkeypatch, [URL, FILE], "job", "j1", "--output", str(tmp_path / "a.png")).exit_code == 0
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["a-1.png", "a-2.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-1.png", "a-2.png"]
 
 
 def test_a_result_without_files_is_saved_as_json(

@@ -1,4 +1,4 @@
-"""Who may come in, and what happens to everybody else."""
+"""Which requests the API accepts without, with and by a wrong key."""
 
 import re
 from typing import Any, cast

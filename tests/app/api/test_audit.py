@@ -1,4 +1,4 @@
-"""Audit by the door: who did what, for those who have the right to see it."""
+"""The audit log over the REST API: which acts it records, and which keys may read them."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,9 @@ def _acts(api: Api, **query: Any) -> list[dict[str, Any]]:
 
 
 @KEYED
-def test_whoever_acts_is_noted_by_the_name_of_the_key_with_door_and_address(api: Api, settings: dict[str, str]) -> None:
+def test_an_audit_entry_holds_the_name_of_the_key_the_interface_and_the_address(
+    api: Api, settings: dict[str, str]
+) -> None:
     boss = api.tenant("boss", admin=True)
     come = {"environ_base": {"REMOTE_ADDR": "203.0.113.7"}}
     api.client.put("/admin/model-configs/zimg", json={"max_retries": 5}, headers=boss, **come)
@@ -69,7 +71,7 @@ def test_pages_go_on_from_one_another_and_lines_say_where(api: Api) -> None:
     while True:
         query = {"limit": 2} | ({"cursor": cursor} if cursor else {})
         page = api.client.get("/admin/audit", query_string=query).json
-        found += [it["data"]["overrides"]["max_retries"] for it in page["acts"]]
+        found += [act["data"]["overrides"]["max_retries"] for act in page["acts"]]
         if (cursor := page["next_cursor"]) is None:
             break
     assert found == [4, 3, 2, 1, 0]
@@ -89,10 +91,10 @@ def test_acts_are_found_by_time(api: Api) -> None:
     assert (answer.status_code, answer.json["field"]) == (422, "since")
 
 
-def test_a_server_that_is_said_to_be_well_is_an_act(api: Api) -> None:
+def test_the_reset_of_a_server_is_recorded_in_the_audit_log(api: Api) -> None:
     api.register()
     api.client.post("/admin/servers/gpu1/reset")
-    assert [it["act"] for it in _acts(api, server="gpu1")] == ["server.reset", "server.register"]
+    assert [act["act"] for act in _acts(api, server="gpu1")] == ["server.reset", "server.register"]
 
 
 def test_what_a_process_does_by_itself_is_not_the_last_requests(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Jobs that came together are found together: listed, counted, canceled; by whoever may see them."""
+"""Jobs of one batch are listed, counted and canceled together, by the clients that may see them."""
 
 import re
 from functools import partialmethod
@@ -38,7 +38,7 @@ def _got(api: Api, path: str, headers: dict[str, str] | None = None) -> Any:
     return api.client.get(path, headers=headers).json
 
 
-def test_a_batch_is_shown_with_how_far_it_has_come(api: Api) -> None:
+def test_a_batch_is_shown_with_its_progress(api: Api) -> None:
     api.model()
     sent = _submit(api)
     api.submitted()
@@ -48,10 +48,10 @@ def test_a_batch_is_shown_with_how_far_it_has_come(api: Api) -> None:
     assert shown["by_state"] == {"queued": 2, "canceled": 1}
     assert shown["completed_at"] is None and shown["tenant"] == "default"
     listed = _got(api, f"/queue/jobs?batch={sent['batch']}")["jobs"]
-    assert [it["job_id"] for it in listed] == [it["job_id"] for it in reversed(sent["jobs"])]
-    assert {it["batch"] for it in listed} == {sent["batch"]}
+    assert [job["job_id"] for job in listed] == [job["job_id"] for job in reversed(sent["jobs"])]
+    assert {job["batch"] for job in listed} == {sent["batch"]}
     dead = _got(api, f"/queue/jobs?batch={sent['batch']}&status=canceled")["jobs"]
-    assert [it["job_id"] for it in dead] == [sent["jobs"][0]["job_id"]]
+    assert [job["job_id"] for job in dead] == [sent["jobs"][0]["job_id"]]
 
 
 def test_batches_are_listed_page_by_page_the_newest_first(api: Api) -> None:
@@ -60,7 +60,7 @@ def test_batches_are_listed_page_by_page_the_newest_first(api: Api) -> None:
     first = _listed(api, "?limit=2")
     second = _listed(api, f"?limit=2&cursor={first['next_cursor']}")
     third = _listed(api, f"?limit=2&cursor={second['next_cursor']}")
-    assert [it["batch"] for page in (first, second, third) for it in page["batches"]] == sent[::-1]
+    assert [batch["batch"] for page in (first, second, third) for batch in page["batches"]] == sent[::-1]
     assert third["next_cursor"] is None
 
 
@@ -122,8 +122,8 @@ def test_a_tenant_sees_its_own_batches_and_no_others(api: Api, settings: dict[st
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     own, foreign = (_submit(api, headers=who)["batch"] for who in (acme, other))
-    assert [it["batch"] for it in _listed(api, headers=acme)["batches"]] == [own]
-    assert [it["batch"] for it in _listed(api, headers=root)["batches"]] == [foreign, own]
+    assert [batch["batch"] for batch in _listed(api, headers=acme)["batches"]] == [own]
+    assert [batch["batch"] for batch in _listed(api, headers=root)["batches"]] == [foreign, own]
     assert api.client.get(f"/queue/batches/{foreign}", headers=acme).status_code == 404
     assert api.client.post(f"/queue/batches/{foreign}/cancel", headers=acme).status_code == 404
     assert _got(api, f"/queue/jobs?batch={foreign}", acme)["jobs"] == []
@@ -136,7 +136,7 @@ def test_requests_that_name_the_same_batch_submit_one_batch(api: Api) -> None:
     for jobs in (2, 3):
         answer = api.client.post(f"/queue/submit-batch?batch={name}", json=[_JOB] * jobs)
         assert (answer.status_code, answer.json["batch"]) == (202, name)
-    assert [(it["batch"], it["jobs"]) for it in _listed(api)["batches"]] == [(name, 5)]
+    assert [(batch["batch"], batch["jobs"]) for batch in _listed(api)["batches"]] == [(name, 5)]
     refused = api.client.post("/queue/submit-batch?batch=x", json=[_JOB])
     assert refused.status_code == 422
 
@@ -149,7 +149,7 @@ def test_two_tenants_that_name_the_same_batch_share_nothing(api: Api, settings: 
     for who, jobs in ((acme, 2), (other, 3)):
         assert api.client.post(f"/queue/submit-batch?batch={name}", json=[_JOB] * jobs, headers=who).status_code == 202
     for who, jobs in ((acme, [2]), (other, [3]), (root, [3, 2])):
-        assert [it["jobs"] for it in _listed(api, headers=who)["batches"]] == jobs
+        assert [batch["jobs"] for batch in _listed(api, headers=who)["batches"]] == jobs
         assert _got(api, f"/queue/batches/{name}", who)["jobs"] == jobs[-1]
     assert api.client.post(f"/queue/batches/{name}/cancel", headers=other).json["canceled"] == 3
     assert _got(api, f"/queue/batches/{name}", acme)["by_state"] == {"queued": 2}

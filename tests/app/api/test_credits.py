@@ -27,7 +27,7 @@ def root(api: Api) -> Headers:
 
 @pytest.fixture
 def acme(api: Api, root: Headers) -> Headers:
-    """A tenant with 4 credits, of which each job holds 3 (60 s at 0.05)."""
+    """Create a tenant with 4 credits; each job reserves 3 of them (60 s at 0.05)."""
     headers = api.with_key("acme")
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     assert api.client.put("/admin/prices", json=_PRICES, headers=root).status_code == 200

@@ -1,4 +1,4 @@
-"""Defaults of kinds of models, and of all, by the door."""
+"""Defaults of kinds of models, and of all models, over the REST API."""
 
 from typing import Any
 
@@ -71,9 +71,9 @@ def test_a_secret_that_defaults_name_stays_and_stays_for_all_models(api: Api, pa
     assert api.client.delete("/admin/secrets/KEY").status_code == 204
 
 
-def test_what_was_done_to_defaults_is_told_without_the_description(api: Api) -> None:
+def test_the_audit_entry_of_a_change_of_defaults_omits_the_description(api: Api) -> None:
     api.client.put("/admin/defaults", json={"max_retries": 1, "description": {"submit": {"path": "/hidden"}}})
-    (act,) = [it for it in api.client.get("/admin/audit").json["acts"] if it["act"] == "defaults.set"]
+    (act,) = [act for act in api.client.get("/admin/audit").json["acts"] if act["act"] == "defaults.set"]
     assert (act["data"]["overrides"], act["data"]["described"]) == ({"max_retries": 1}, True)
 
 

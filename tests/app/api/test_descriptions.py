@@ -1,4 +1,4 @@
-"""How a model's servers are spoken to: given with its configuration, checked whole at the door, kept in versions."""
+"""Descriptions of a model's servers: sent with its configuration, validated as a whole, stored in versions."""
 
 import re
 from typing import Any
@@ -39,7 +39,7 @@ def _version(api: Api, **described: Any) -> str:
     return answered.json["described_by"]
 
 
-# -- checked at the door ---------------------------------------------------------------------------------------
+# -- validated by the API --------------------------------------------------------------------------------------
 
 UNFIT: list[tuple[str, Any, str, str]] = [
     ("a pointer without a slash", {"submit": {"id": "job_id"}}, "/submit/id", "starts with '/'"),
@@ -141,24 +141,24 @@ UNFIT: list[tuple[str, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("given, pointer, said", [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
-def test_what_describes_no_server_is_refused_with_its_place_and_a_remedy(api, given, pointer, said):
+@pytest.mark.parametrize("given, pointer, remedy", [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
+def test_an_invalid_description_is_refused_with_a_json_pointer_and_a_remedy(api, given, pointer, remedy):
     refused = _put(api, {"description": given})
     assert refused.status_code == 422 and refused.content_type == "application/problem+json"
     (error,) = refused.json["errors"]
-    assert error["pointer"] == "/description" + pointer and said in error["message"]
+    assert error["pointer"] == "/description" + pointer and remedy in error["message"]
     assert api.client.get(CONFIG).status_code == 404, "nothing was stored"
 
 
-@pytest.mark.parametrize("given, pointer, said", [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
-def test_a_registration_is_refused_the_same_way(given, pointer, said):
+@pytest.mark.parametrize("given, pointer, remedy", [row[1:] for row in UNFIT], ids=[row[0] for row in UNFIT])
+def test_the_description_of_a_registration_is_validated_in_the_same_way(given, pointer, remedy):
     with pytest.raises(InvalidDescription) as caught:
         validate_description({"preset": "slot-protocol", "description": given}, lambda _: False)
     (fault,) = caught.value.faults
-    assert fault.pointer == "/description" + pointer and said in fault.message
+    assert fault.pointer == "/description" + pointer and remedy in fault.message
 
 
-def test_all_faults_are_told_at_once(api):
+def test_one_response_lists_all_errors_of_a_description(api):
     refused = _put(api, {"description": {"submit": {"id": "x"}, "cancel": {"path": "//x"}, "mode": "m"}})
     assert {error["pointer"] for error in refused.json["errors"]} == {
         "/description/submit/id",

@@ -14,7 +14,7 @@ URL = f"http://gpu1:9001/generate?version=2&token={HIDDEN}"
 def taken(api: Api, hosts: list[tuple[str, str]], port: int) -> list[str]:
     """The hosts at which a server may be registered."""
     answers = [(host, api.register(endpoint=f"http://{host}:{port}/generate")) for host, _ in hosts]
-    assert all(it.json["field"] == "endpoint" for _, it in answers if it.status_code == 422)
+    assert all(answer.json["field"] == "endpoint" for _, answer in answers if answer.status_code == 422)
     return [host for host, answer in answers if answer.status_code != 422]
 
 

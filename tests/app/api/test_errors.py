@@ -75,16 +75,16 @@ def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
         ({"worker@a/1": {"takes": False}, "worker@a/2": {}}, None),
     ],
 )
-def test_it_is_degraded_as_long_as_no_worker_can_take_jobs(
+def test_readiness_is_degraded_while_no_worker_can_take_jobs(
     api: Api, workers: dict[str, dict[str, Any]], why: str | None
 ) -> None:
     for name, facts in workers.items():
         processes().report(name, A_WORKER | facts)
     answer = api.client.get("/health/ready")
     assert answer.status_code == 200, "jobs are accepted"
-    said = answer.json["parts"]["workers"]["why"]
-    assert said is None if why is None else said.startswith(why)
-    assert "@a" not in answer.text, "anybody may read it"
+    found_reason = answer.json["parts"]["workers"]["why"]
+    assert found_reason is None if why is None else found_reason.startswith(why)
+    assert "@a" not in answer.text, "clients without a key may read this response"
 
 
 def test_it_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
@@ -154,7 +154,7 @@ def test_the_figures_are_those_of_the_record_and_the_room(api: Api) -> None:
     assert found['slotkeeper_up{part="redis"}'] == 1
 
 
-def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
+def test_an_unreadable_queue_does_not_hide_the_figures_of_other_queues(api: Api) -> None:
     api.register(slots=1)
     api.model("flux")
     with api.valkey.client() as redis:
@@ -164,7 +164,7 @@ def test_a_room_that_cannot_be_read_hides_no_other(api: Api) -> None:
     found = _figures(api)
     assert found['slotkeeper_waiting_jobs{model="flux"}'] == 0
     assert 'slotkeeper_waiting_jobs{model="zimg"}' not in found
-    models = {it["model"]: it for it in api.client.get("/admin/models").json["models"]}
+    models = {model["model"]: model for model in api.client.get("/admin/models").json["models"]}
     assert (models["flux"]["waiting"], models["zimg"]["waiting"]) == (0, None)
 
 
@@ -266,7 +266,7 @@ def test_however_many_ask_at_once_one_looks() -> None:
     assert readiness.parts() and looked == [0.0, 1.0]
 
 
-def test_a_part_that_hangs_is_told_within_a_second_beside_the_others_and_asked_once() -> None:
+def test_a_hanging_check_is_reported_with_the_others_in_time_and_not_started_twice() -> None:
     hangs, looked = threading.Event(), list[str]()
 
     def hang() -> None:
@@ -281,7 +281,7 @@ def test_a_part_that_hangs_is_told_within_a_second_beside_the_others_and_asked_o
     readiness = Readiness({"redis": hang, "broker": answer, "database": lambda: None}, lambda: now[0])
     began = time.monotonic()
     found = readiness.parts()
-    assert time.monotonic() - began < 5, "it would have hung for a minute"
+    assert time.monotonic() - began < 5, "the hanging check would have taken a minute"
     assert found["broker"] == "no route" and found["database"] is None
     assert "could not be checked" in (found["redis"] or "")
     now[0] = 2.0
@@ -317,7 +317,7 @@ def test_readiness_answers_within_a_second_though_a_part_accepts_and_never_answe
     parts = answer.json["parts"]
     assert (answer.status_code, parts[part]["ok"]) == (status, False)
     assert took_s < 3, "the parts' own time limits, one after another, are 6 s and more"
-    assert parts["broker"]["ok"], "a part that answers is told as it is"
+    assert parts["broker"]["ok"], "the check of a part that answers is reported unchanged"
 
 
 def _accepted(listener: socket.socket) -> int:
@@ -350,11 +350,11 @@ def test_a_redis_that_never_answers_is_waited_for_once_by_each_page(
     assert waits == 1, "each wait for an answer has a connection of its own"
 
 
-def test_a_look_that_fails_is_nobody_elses_answer() -> None:
-    told = iter([ValueError("once"), None])
+def test_the_error_of_a_failed_check_is_not_returned_to_later_callers() -> None:
+    results = iter([ValueError("once"), None])
 
     def look() -> None:
-        if (error := next(told)) is not None:
+        if (error := next(results)) is not None:
             raise error
 
     readiness = Readiness({"broker": look})
@@ -363,7 +363,7 @@ def test_a_look_that_fails_is_nobody_elses_answer() -> None:
     assert readiness.parts() == {"broker": None}
 
 
-def test_a_refusal_tells_a_name_with_half_of_a_surrogate_pair_and_is_no_fault(api: Api) -> None:
+def test_an_unknown_name_with_a_lone_surrogate_gets_404_with_a_replacement_character(api: Api) -> None:
     body = b'{"message": "a\\ud800"}'
     answer = api.client.post("/webhooks/callbacks/replay", data=body, content_type="application/json")
     assert answer.status_code == 404 and answer.json["message"] == "a?"

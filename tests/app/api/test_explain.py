@@ -61,7 +61,7 @@ def test_a_job_behind_others_of_its_model_although_a_slot_is_free(timed_api: Tim
     assert found["sentence"] == "It waits: 1 job of its model comes before it."
 
 
-def test_the_bound_of_its_policy_is_told(timed_api: TimedApi) -> None:
+def test_explain_returns_the_overtaking_bound_of_the_models_policy(timed_api: TimedApi) -> None:
     api = timed_api
     api.model(policy="aging", tier_head_start=60.0)
     assert api.explain(api.submitted(priority=5))["longest_overtaking_s"] == 240
@@ -158,7 +158,7 @@ def test_a_server_that_is_away_since_when_and_until_when(timed_api: TimedApi) ->
     assert found["waits_for"][0]["until"] == f"2027-01-15T08:00:0{cooldown_ms // 1000}.000Z"
 
 
-def test_a_busy_server_and_one_in_cooldown_are_both_told(timed_api: TimedApi) -> None:
+def test_explain_lists_a_busy_server_and_a_server_in_cooldown(timed_api: TimedApi) -> None:
     api = timed_api
     api.register(server="gpu1")
     api.submitted()
@@ -293,7 +293,7 @@ def test_a_completed_job_without_a_result_says_where_the_result_was_looked_for(t
     assert "where the server&#39;s description says" in timed_api.client.get(f"/page/jobs/{run.job.id}").text
 
 
-def test_while_redis_is_away_the_records_part_is_told(mortal_api: Api) -> None:
+def test_explain_returns_what_the_database_holds_while_redis_is_down(mortal_api: Api) -> None:
     mortal_api.model()
     job_id = mortal_api.submitted()
     mortal_api.valkey.kill()

@@ -1,4 +1,4 @@
-"""What the API does not let in, take or show, whoever asks."""
+"""Requests that the API refuses, and data that it does not show, with any key."""
 
 import pytest
 
@@ -116,8 +116,8 @@ def test_the_tenant_of_those_without_keys_gets_no_key(api: Api) -> None:
 def test_no_time_to_live_and_a_moment_that_has_passed_expire_the_job(api: Api) -> None:
     api.model()
     assert api.submit(ttl=0, not_before="2020-01-01T00:00:00Z").status_code == 202
-    told = api.submit(ttl=1, not_before=2)
-    assert (told.status_code, told.json["field"]) == (422, "ttl")
+    refused = api.submit(ttl=1, not_before=2)
+    assert (refused.status_code, refused.json["field"]) == (422, "ttl")
 
 
 def test_a_fixed_word_is_no_jobs_id(api: Api) -> None:

@@ -96,7 +96,7 @@ def test_without_redis_a_job_can_be_looked_at_all_the_same(mortal_api: Api) -> N
     assert _get(mortal_api, job_id).json["position"] is None
 
 
-def test_attempts_tell_each_start_and_its_end(api: Api) -> None:
+def test_attempts_lists_the_start_and_the_outcome_of_each_run(api: Api) -> None:
     api.register()
     task = api.started()
     end_run_with(api.dispatcher, task, Reason.SERVER_ERROR, error=JobError("server_error", "out of memory"))
@@ -127,7 +127,7 @@ def test_wait_is_0_to_60_seconds(api: Api, wait: Any) -> None:
 # -- lists -----------------------------------------------------------------------------------------------------
 
 
-def test_a_list_goes_page_by_page_and_misses_nothing(api: Api) -> None:
+def test_a_paged_list_misses_no_job_and_omits_newer_ones(api: Api) -> None:
     api.model()
     ids = [api.submitted() for _ in range(7)]
     seen: list[str] = []
@@ -138,7 +138,7 @@ def test_a_list_goes_page_by_page_and_misses_nothing(api: Api) -> None:
         if page["next_cursor"] is None:
             break
         query["cursor"] = page["next_cursor"]
-        api.submitted()  # comes in between two pages
+        api.submitted()  # a new job between two pages
     assert seen == ids[::-1]
 
 

@@ -1,5 +1,5 @@
-"""A model whose configuration no request can be made of: refused at the door, and where an older release has stored
-it, a fault of that model alone."""
+"""A model from whose configuration no request can be built: the API refuses it. If an older release has stored it,
+only that model fails."""
 
 import asyncio
 from typing import Any
@@ -64,7 +64,7 @@ def test_a_template_that_passes_can_be_used(api: Api, template: str) -> None:
 
 @pytest.fixture
 def stored(api: Api) -> Api:
-    """A model `broken` on a server of its own beside a model that is well."""
+    """Register a model `broken` and a valid model, each on a separate server."""
     api.register("broken", "gpu0")
     api.register("zimg", "gpu1")
     catalog().configure("broken", {"poll_endpoint_template": "/a#{id}"}, now_ms())

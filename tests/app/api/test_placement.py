@@ -1,4 +1,4 @@
-"""Constraints of jobs, what servers declare, and how they stand, by the door."""
+"""Constraints of jobs, attributes and status of servers, over the REST API."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_constraints_are_shown_again(api: Api) -> None:
     assert api.job(again).constraints == "gpu=A100,H100\nmemory>=40\nregion=eu"
 
 
-def test_a_job_that_no_server_suits_is_told_so_in_its_receipt(api: Api) -> None:
+def test_the_receipt_of_a_job_that_no_server_can_run_has_a_notice(api: Api) -> None:
     api.register(attributes={"gpu": "A100"})
     receipt = api.submit(constraints={"gpu": "H100"}).json
     assert (
@@ -227,9 +227,9 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
         api.submitted()
         api.run(1000, Reason.SERVER_ERROR)
     cool_down(api.dispatcher, "zimg", "gpu1")
-    standing = _server(api)["status"]
-    assert (standing["breaker"], standing["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
-    assert (standing["cooling"], standing["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
+    status = _server(api)["status"]
+    assert (status["breaker"], status["breaker_until"]) == ("open", "2027-01-15T08:00:07.000Z")
+    assert (status["cooling"], status["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
 
 
 def test_without_redis_how_servers_stand_is_not_known(mortal_api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is, by the door: policies and their bounds, the four answers to a submit, and bad configurations."""
+"""Queueing policies over the REST API: their bounds, the four answers to a submit, and invalid configurations."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Kinds of servers by the door: listed, probed, and why a registered one gets no jobs."""
+"""Presets over the REST API: listed, probed, and the reasons why a registered server gets no jobs."""
 
 from typing import Any
 
@@ -61,8 +61,8 @@ def test_an_unknown_server_is_recognized_and_tried(api: Api, cog: Scripted) -> N
     assert api.client.get("/admin/servers").json["servers"] == []
 
 
-def test_a_preset_whose_try_finds_nothing_gives_way_to_the_next(api: Api) -> None:
-    """A BentoML service tells of a task, and the address is that of a method that is none."""
+def test_the_probe_tries_the_next_preset_after_a_404(api: Api) -> None:
+    """A BentoML service lists a task, but the URL names a method that is no task."""
 
     def act(seen: Seen) -> bytes:
         if seen.path == "/schema.json":
@@ -162,7 +162,7 @@ def test_a_server_that_says_what_is_wrong_is_quoted(api: Api) -> None:
     )
 
 
-def test_a_server_that_does_not_answer_in_time_is_told_from_one_that_says_that_it_is_busy(api: Api) -> None:
+def test_the_check_of_a_server_names_a_health_timeout_and_not_a_busy_answer(api: Api) -> None:
     api.model(description={"health": {"read_s": 0.1}})
     with Scripted(lambda _: lambda sock: server.stopped.wait(20)) as server:
         api.register(endpoint=server.url + "/generate")

@@ -1,4 +1,4 @@
-"""POST /tasks/callback/{id}: a server's own word ends a run, and nobody else's does."""
+"""POST /tasks/callback/{id}: only the server that runs a job can end its run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_the_same_push_again_changes_nothing(api: Api, task: ActiveRun) -> None:
     assert len(api.heard.ends) == 1
 
 
-def test_what_does_not_tell_the_end_is_ignored(api: Api, task: ActiveRun) -> None:
+def test_a_push_without_a_final_status_is_ignored(api: Api, task: ActiveRun) -> None:
     before = api.job(task.run.job.id)
     for body in ({"status": "processing", "job_id": "r-1"}, {"progress": 0.5}, [], "done", None):
         answer = _push(api, task.run.job.id, _token(task), body)
@@ -86,7 +86,7 @@ def test_a_pushed_result_that_is_larger_than_its_tenant_may_have_fails_the_job(a
     assert api.job(task.run.job.id).error_code == "result_too_large"
 
 
-def test_a_pushed_end_without_a_result_is_told_once(api: Api) -> None:
+def test_a_pushed_failure_is_notified_once(api: Api) -> None:
     api.model(max_retries=0)
     api.register()
     task = api.started()
@@ -101,7 +101,7 @@ def test_a_push_from_a_removed_server_is_ignored(api: Api, task: ActiveRun) -> N
     assert api.job(task.run.job.id).state is State.QUEUED
 
 
-def test_without_the_database_the_server_is_told_to_come_back(api: Api, task: ActiveRun) -> None:
+def test_a_push_gets_503_while_the_database_is_down_and_succeeds_later(api: Api, task: ActiveRun) -> None:
     api.take_database_away()
     answer = _push(api, task.run.job.id, _token(task))
     api.bring_database_back()
@@ -189,14 +189,14 @@ def test_a_made_up_token_is_compared_once_however_often_the_job_was_started(
     assert compared == [5_000]
 
 
-def test_a_refusal_does_not_tell_whether_there_is_such_a_job(api: Api, task: ActiveRun) -> None:
+def test_a_push_with_a_wrong_token_gets_the_same_answer_for_known_and_unknown_jobs(api: Api, task: ActiveRun) -> None:
     known = _push(api, task.run.job.id, "0" * 64).json
     unknown = _push(api, UNKNOWN, "0" * 64).json
     assert known | {"instance": ""} == unknown | {"instance": ""}
 
 
 def test_a_superseded_attempt_cannot_end_the_next(api: Api, task: ActiveRun) -> None:
-    """LEASE-3, seen from the door."""
+    """LEASE-3, checked through the REST API."""
     old = _token(task)
     store_end(api.dispatcher.store, task.run.job.id, task.run.attempt, Reason.HANDED_BACK, 0)
     again = store_start(api.dispatcher.store, task.run.job.id, "gpu1", "gpu1-slot0", task.lease.stored_text, 1)
@@ -316,8 +316,8 @@ def test_a_whole_number_of_up_to_4300_digits_is_in_the_result_as_it_came(
     body = f'{{"status":"success","result":{result}}}'
     header = {"Authorization": f"Bearer {_token(task)}"}
     job_id = task.run.job.id
-    told = api.client.post(f"/tasks/callback/{job_id}", data=body, content_type="application/json", headers=header)
-    assert told.json["status"] == "completed"
+    answer = api.client.post(f"/tasks/callback/{job_id}", data=body, content_type="application/json", headers=header)
+    assert answer.json["status"] == "completed"
     assert api.job(job_id).result == result
     assert f'"result":{result}' in api.client.get(f"/queue/jobs/{job_id}").text
 
@@ -351,7 +351,7 @@ def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: Active
     end_run_with(api.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     assert api.job(job_id).state is State.CANCELED
     assert _push(api, job_id, _token(task), {"status": "processing"}).json["status"] == "canceled"
-    assert quarantine.find(api.database, job_id, task.run.attempt) is not None, "it goes on"
+    assert quarantine.find(api.database, job_id, task.run.attempt) is not None, "the server still runs the job"
     assert _push(api, job_id, _token(task)).json["status"] == "canceled"
     assert quarantine.find(api.database, job_id, task.run.attempt) is None
     assert api.heard.offers[-1].job_id == waiting

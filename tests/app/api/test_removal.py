@@ -37,12 +37,12 @@ def test_a_removal_can_be_watched_and_called_off(api: Api) -> None:
     assert api.client.get(f"/queue/jobs/{job_id}").json["status"] == "queued"
 
 
-def test_a_drained_model_goes_and_its_ended_jobs_stay_readable(api: Api) -> None:
+def test_a_drained_model_is_removed_and_its_ended_jobs_stay_readable(api: Api) -> None:
     api.model()
     job_id = api.submitted()
     api.client.delete("/admin/models/zimg?drain=true")
     api.client.post(f"/queue/jobs/{job_id}/cancel")
-    assert [it.name for it in decommission.finish_removals(api.dispatcher)] == ["zimg"]
+    assert [removal.name for removal in decommission.finish_removals(api.dispatcher)] == ["zimg"]
     assert api.client.get("/admin/models").json["models"] == []
     assert api.client.get(f"/queue/jobs/{job_id}").json["model"] == "zimg"
     listed = api.client.get("/queue/jobs", query_string={"model": "zimg"}).json["jobs"]
@@ -70,8 +70,8 @@ def test_a_busy_server_is_refused_drained_or_removed_by_force(api: Api) -> None:
     assert (job["status"], job["why"], job["crashes"]) == ("queued", "server_unreachable", 0)
 
 
-def test_a_server_that_serves_many_models_speaks_to_each_in_its_own_way(api: Api) -> None:
-    """Each has an endpoint, a version and a description of its own, and all share the slots."""
+def test_a_server_of_many_models_has_a_description_for_each_model(api: Api) -> None:
+    """Each model has a separate endpoint, version and description; all models share the slots."""
     for model, own in (("zimg", None), ("flux", {"mode": "async"}), ("llm", {"mode": "sync"})):
         body = {"model": model, "endpoint": f"http://gpu1:9000/{model}", "model_version": f"{model}-1", "slots": 2}
         assert api.register(**body, **({} if own is None else {"description": own})).status_code == 201

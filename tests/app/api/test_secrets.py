@@ -1,4 +1,4 @@
-"""Secrets that descriptions of servers name: set by name for certain models, sealed in the record, shown to nobody."""
+"""Secrets that descriptions of servers name: set for certain models, encrypted in the database, never shown."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ def test_one_secret_cannot_be_put_in_anothers_place():
     assert (vault.unseal("KEY", sealed), vault.unseal("OTHER", sealed)) == (VALUE, None)
 
 
-def test_a_secret_of_the_former_installation_secret_is_opened_while_that_is_told(monkeypatch):
+def test_a_secret_sealed_with_the_former_installation_secret_opens_while_that_is_configured(monkeypatch):
     now, before = b"n" * 32, b"b" * 32
     monkeypatch.setattr(keyring, "installation_secrets", lambda: (before,))
     sealed = vault.seal("KEY", VALUE)
@@ -190,14 +190,14 @@ def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
 
 
 @pytest.mark.parametrize("size", [2048, 64 * 1024])
-def test_half_of_a_secret_at_the_end_of_a_long_text_is_told_to_nobody(size):
+def test_part_of_a_secret_at_the_end_of_a_long_text_is_redacted(size):
     for half in (5, 10, len(VALUE) - 1):
-        told = redact(" " * (size - half) + VALUE[:half], [VALUE])
-        assert told == "***", half
+        redacted = redact(" " * (size - half) + VALUE[:half], [VALUE])
+        assert redacted == "***", half
 
 
 @pytest.mark.parametrize("error", [VALUE, {"deep": [VALUE]}, f"{VALUE} and {VALUE}"])
-def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
+def test_a_secret_that_a_server_repeats_in_its_error_is_redacted(api, error):
     _set(api)
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
@@ -210,12 +210,12 @@ def test_what_a_server_repeats_of_a_secret_is_told_to_nobody(api, error):
     assert "***" in message and "very" not in message
 
 
-def test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody(api):
+def test_a_secret_of_the_submit_that_a_poll_repeats_is_redacted(api):
     _set(api)
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]
-    said = {"status": "failed", "error": f"bad key {VALUE}"}
-    with Scripted(lambda _: answer(said)) as there:
+    response = {"status": "failed", "error": f"bad key {VALUE}"}
+    with Scripted(lambda _: answer(response)) as there:
         message = (
             Blocking(adapter_for(there.url, model, model.described_by))
             .status(RunDetails("j", 1, None, deadline_s=5), "r")

@@ -53,7 +53,7 @@ _SOON = [{"BREAKER_FAILURES": "3", "BREAKER_OPEN_MS": "5000"}]
 
 
 def _broken(api: TimedApi) -> str:
-    """A server whose breaker has opened; answers a job that waits for it."""
+    """Open a server's breaker and return the id of a job that waits for the server."""
     api.register()
     for _ in range(3):
         api.submitted()
@@ -91,7 +91,7 @@ def test_a_reset_closes_a_servers_breaker_and_forgets_its_failures(
     assert _offered(api) == [job_id]
 
 
-def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedApi) -> None:
+def test_a_reset_ends_the_cooldown_of_slots_that_were_busy(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     api.submitted()
@@ -101,7 +101,7 @@ def test_a_reset_wakes_slots_that_rest_because_they_were_busy(timed_api: TimedAp
         assert _servers(api)[0]["status"]["cooling"] == 0 and len(api.heard.offers) == 1
     api.run(0, Reason.SERVER_BUSY)
     rested = read_servers(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
-    assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "that it was busy before is forgotten"
+    assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "the reset clears the count of busy answers"
 
 
 def test_a_reset_leaves_a_server_as_paused_as_it_was(timed_api: TimedApi) -> None:
@@ -113,7 +113,7 @@ def test_a_reset_leaves_a_server_as_paused_as_it_was(timed_api: TimedApi) -> Non
     assert api.client.post("/admin/servers/nobody/reset").status_code == 404
 
 
-def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedApi) -> None:
+def test_a_quarantined_slot_is_listed_with_its_job_and_reason(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     job_id = api.submitted()
@@ -132,7 +132,7 @@ def test_a_slot_that_is_withheld_is_listed_with_what_holds_it(timed_api: TimedAp
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_what_runs_on_a_server_that_is_stopped_ends(timed_api: TimedApi, state: str) -> None:
+def test_a_run_ends_normally_on_a_stopped_server(timed_api: TimedApi, state: str) -> None:
     api = timed_api
     api.register()
     running, waiting = api.submitted(), api.submitted()
@@ -174,7 +174,7 @@ def test_a_stopped_model_leaves_others_of_its_server_alone(api: Api) -> None:
     _set(api, "models/zimg", "frozen")
     assert api.submit(model="flux").status_code == 202
     assert len(_offered(api)) == 1
-    shown = {it["model"]: it["state"] for it in api.client.get("/admin/models").json["models"]}
+    shown = {model["model"]: model["state"] for model in api.client.get("/admin/models").json["models"]}
     assert shown == {"zimg": "frozen", "flux": "online"}
 
 
@@ -234,7 +234,7 @@ def test_tenants_are_listed_without_their_keys(api: Api, settings: dict[str, str
     key = acme["Authorization"].partition(" ")[2]
     assert key not in answer.text and "hash" not in answer.text
     _set(api, "tenants/celery/batch", "online", headers=boss)
-    names = [it["tenant"] for it in api.client.get("/admin/tenants", headers=boss).json["tenants"]]
+    names = [tenant["tenant"] for tenant in api.client.get("/admin/tenants", headers=boss).json["tenants"]]
     assert names == ["acme", "boss"]
 
 

@@ -1,4 +1,4 @@
-"""POST /queue/submit and /queue/submit-batch: what is answered is in the record, what is refused leaves no trace."""
+"""POST /queue/submit and /queue/submit-batch: accepted jobs are in the database, refused requests store nothing."""
 
 import io
 from datetime import UTC, datetime, timedelta
@@ -40,7 +40,7 @@ def test_the_position_counts_from_one_and_by_priority(api: Api) -> None:
     assert api.submit(priority=9).json["position"] == 5
 
 
-def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
+def test_a_submit_sends_one_command_to_redis_and_returns_the_jobs_position(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.register(slots=1)
@@ -49,7 +49,9 @@ def test_a_submit_asks_the_room_once_and_its_answer_says_where_the_job_stands(
     scripts = api.dispatcher.queues.scripts
     run_all = scripts.run_all
     monkeypatch.setattr(
-        scripts, "run_all", lambda commands: asked.extend(it.target.script for it in commands) or run_all(commands)
+        scripts,
+        "run_all",
+        lambda commands: asked.extend(command.target.script for command in commands) or run_all(commands),
     )
     assert [api.submit().json["position"] for _ in range(3)] == [1, 2, 3]
     assert asked == ["enqueue"] * 3
@@ -63,7 +65,7 @@ def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> 
     assert (again["deduplicated"], again["position"]) == (True, 1)
 
 
-def test_a_job_that_is_offered_at_once_waits_in_no_line(api: Api) -> None:
+def test_a_job_that_is_offered_at_once_has_no_position(api: Api) -> None:
     api.register(slots=1)
     first, second = api.submit(), api.submit()
     assert [offer.job_id for offer in api.heard.offers] == [first.json["job_id"]]
@@ -154,7 +156,7 @@ def test_without_redis_a_job_is_accepted_and_comes_into_line_later(mortal_api: A
     assert api.client.get(answer.json["links"]["self"]).json["position"] == 1
 
 
-def test_without_the_database_nothing_is_accepted_and_the_client_is_told_when_to_come_back(api: Api) -> None:
+def test_a_submit_gets_503_with_retry_after_while_the_database_is_down(api: Api) -> None:
     api.model()
     api.submitted()
     before = api.stored()
@@ -206,12 +208,12 @@ def _deep(levels: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "name, said", [("zimgg", "did you mean 'zimg'?"), ("nobody", "`slotkeeper models list`"), ("z" * 100, "list`")]
+    "name, advice", [("zimgg", "did you mean 'zimg'?"), ("nobody", "`slotkeeper models list`"), ("z" * 100, "list`")]
 )
-def test_a_mistyped_model_is_told_which_one_was_probably_meant(api: Api, name: str, said: str) -> None:
+def test_the_error_for_an_unknown_model_suggests_a_similar_name(api: Api, name: str, advice: str) -> None:
     api.register()
     answer = api.client.post("/queue/submit", json={"model": name, "payload": {}})
-    assert (answer.status_code, said in answer.json["detail"]) == (422, True), answer.json
+    assert (answer.status_code, advice in answer.json["detail"]) == (422, True), answer.json
 
 
 # what is sent, status, code, the field that is named
@@ -271,11 +273,11 @@ def test_bad_input_is_refused_with_its_field_and_leaves_no_trace(api: Api, case:
     body, status, code, field = BAD[case]
     api.model(max_payload_bytes=500)
     answer = api.client.post("/queue/submit", data=body, content_type="application/json")
-    told = answer.json
-    assert (answer.status_code, told["code"], told.get("field")) == (status, code, field), answer.text
+    problem = answer.json
+    assert (answer.status_code, problem["code"], problem.get("field")) == (status, code, field), answer.text
     assert answer.content_type == "application/problem+json"
-    assert {"type", "title", "status", "detail", "instance"} <= told.keys()
-    assert field is None or field in told["detail"]
+    assert {"type", "title", "status", "detail", "instance"} <= problem.keys()
+    assert field is None or field in problem["detail"]
     assert api.stored() == NOTHING
 
 
@@ -295,8 +297,8 @@ def test_what_is_not_json_is_refused(api: Api, kind: str) -> None:
     assert api.stored() == NOTHING
 
 
-class _Heard(io.BytesIO):
-    """A body of which we know how much was read, and in what pieces."""
+class _CountingBody(io.BytesIO):
+    """A request body that records the bytes read and the largest piece."""
 
     largest = total = 0
 
@@ -307,8 +309,8 @@ class _Heard(io.BytesIO):
 
 
 @pytest.mark.parametrize("path", ["/queue/submit", "/queue/submit-batch", "/admin/register"])
-def test_a_body_that_is_too_large_is_heard_out_but_not_kept(api: Api, path: str) -> None:
-    body = _Heard(bytes(17 * MIB))
+def test_a_body_that_is_too_large_is_read_to_its_end_and_not_stored(api: Api, path: str) -> None:
+    body = _CountingBody(bytes(17 * MIB))
     answer = api.client.post(path, content_type="application/json", input_stream=body)
     assert (answer.status_code, answer.json["status"]) == (413, 413)
     assert "SLOTKEEPER_MAX_BODY_BYTES" in answer.json["detail"]
@@ -316,8 +318,8 @@ def test_a_body_that_is_too_large_is_heard_out_but_not_kept(api: Api, path: str)
     assert body.largest <= 64 << 10
 
 
-def test_a_body_without_end_is_not_heard_out(api: Api) -> None:
-    body = _Heard(bytes(33 * MIB))
+def test_a_body_far_above_the_limit_is_not_read(api: Api) -> None:
+    body = _CountingBody(bytes(33 * MIB))
     answer = api.client.post("/queue/submit", content_type="application/json", input_stream=body)
     assert (answer.status_code, body.total) == (413, 0)
 
@@ -326,7 +328,7 @@ def test_a_body_without_end_is_not_heard_out(api: Api) -> None:
     "path, kind", [("/queue/submit", "application/json"), ("/queue/submit-batch", "application/x-ndjson")]
 )
 def test_a_body_of_unannounced_length_is_refused_and_not_cut_short(api: Api, path: str, kind: str) -> None:
-    """At the limit, what was read so far is valid by itself."""
+    """The part up to the limit would be valid alone."""
     api.model()
     line = _raw() + b"\n"
     body = line.ljust(16 * MIB if "batch" in path else 2 * MIB) + line

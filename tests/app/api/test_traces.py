@@ -1,4 +1,4 @@
-"""A job's trace is taken at the doors and told to its server."""
+"""The API stores a job's trace and sends it to the job's server."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_rest_takes_a_trace_and_ignores_what_is_none(api: Api, given: str, kept:
 
 def test_all_jobs_of_a_batch_are_in_its_trace(api: Api) -> None:
     answer = api.client.post("/queue/submit-batch", json=[BODY, BODY], headers={"traceparent": GIVEN})
-    assert [_kept(api, it["job_id"]) for it in answer.json["jobs"]] == [GIVEN, GIVEN]
+    assert [_kept(api, job["job_id"]) for job in answer.json["jobs"]] == [GIVEN, GIVEN]
 
 
 @pytest.mark.parametrize("how", ["argument", "option"])
@@ -96,14 +96,14 @@ def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("given", "exported", "told"), [(None, False, False), (None, True, True), (GIVEN, False, True)]
+    ("given", "exported", "sent"), [(None, False, False), (None, True, True), (GIVEN, False, True)]
 )
-def test_a_server_is_told_of_a_trace_that_somebody_wants_to_see(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, exported: bool, told: bool
+def test_a_server_gets_a_traceparent_if_the_client_sent_one_or_spans_are_exported(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, exported: bool, sent: bool
 ) -> None:
     monkeypatch.setattr(tracing, "exports_spans", lambda: exported)
     found = tracing.outgoing_traceparent("j", given, ATTEMPT, 2)
-    assert (found is not None) == told
+    assert (found is not None) == sent
     assert found is None or found.split("-")[2] == make_span_id("j", ATTEMPT, 2)
 
 

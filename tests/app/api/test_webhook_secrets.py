@@ -33,14 +33,16 @@ def _rotate(api: Api, tenant: str = "default", **more: Any) -> Any:
 
 
 def _message(api: Api, httpserver: HTTPServer) -> tuple[bytes, dict[str, str]]:
-    """The webhook of a job that has ended, as its receiver got it."""
+    """Return the body and the headers of the webhook that a receiver got for an ended job."""
     httpserver.expect_request("/hook").respond_with_data("ok")
     task = api.started(callback_url=f"http://127.0.0.1:{httpserver.port}/hook")
     assert server_push.apply_push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
     deliveries = delivery_loop.make_delivery_loop(api.database)
     sending = Thread(target=deliveries.run)
     sending.start()
-    arrived = eventually(lambda: [it for it, _ in httpserver.log if it.path == "/hook"], "the message arrives")
+    arrived = eventually(
+        lambda: [request for request, _ in httpserver.log if request.path == "/hook"], "the message arrives"
+    )
     deliveries.stop()
     sending.join()
     request = arrived[-1]
@@ -129,7 +131,7 @@ def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatc
     assert _begin(monkeypatch, mine) == (True, []), "it is not believed for that"
 
 
-def test_a_secret_that_tells_the_former_one_takes_its_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_secret_that_names_the_former_one_replaces_the_former(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = base64.b64encode(bytes(range(32))).decode()
     api.valkey.flush()
     _begin(monkeypatch, mine)

@@ -1,4 +1,4 @@
-"""Webhooks of tenants by the door: who may touch which, what is shown of them, and what their receivers get."""
+"""Webhooks of tenants over the REST API: access rights, what the API shows, and what the receivers get."""
 
 import base64
 import json
@@ -118,7 +118,7 @@ def test_a_webhook_is_shown_as_it_was_added_and_its_secret_once(api: Api) -> Non
     assert show(api, "") == {"webhooks": [shown], "next_cursor": None}
 
 
-def test_who_names_no_events_is_told_the_ends_of_jobs(api: Api) -> None:
+def test_a_webhook_without_events_gets_the_ends_of_jobs(api: Api) -> None:
     assert add(api)["events"] == ["job.canceled", "job.completed", "job.dlq", "job.expired", "job.failed"]
 
 
@@ -172,7 +172,7 @@ def test_a_tenant_sees_and_touches_its_own_and_an_administrator_all(api: Api) ->
     assert api.client.get(f"/webhooks/given-up?webhook={webhook}", headers=other).status_code == 404
     assert show(api, "", headers=other)["webhooks"] == []
     assert show(api, "?tenant=acme", headers=other)["webhooks"] == []
-    assert [it["tenant"] for it in show(api, "", headers=root)["webhooks"]] == ["acme"]
+    assert [shown["tenant"] for shown in show(api, "", headers=root)["webhooks"]] == ["acme"]
     assert show(api, "?tenant=other", headers=root)["webhooks"] == []
     assert refused(api, other, tenant="acme")[0] == 422
     assert add(api, root, tenant="other")["tenant"] == "other"
@@ -189,7 +189,7 @@ def test_a_tenant_of_the_same_name_does_not_inherit_webhooks(api: Api) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"WEBHOOK_MOST_RECEIVERS": "2"}])
-def test_a_tenant_has_so_many_webhooks_and_is_told_what_to_do(api: Api, settings: dict[str, str]) -> None:
+def test_a_webhook_above_the_limit_is_refused_with_a_remedy(api: Api, settings: dict[str, str]) -> None:
     add(api), add(api)
     status, detail = refused(api)
     assert status == 409 and "remove one" in detail and "SLOTKEEPER_WEBHOOK_MOST_RECEIVERS" in detail
@@ -251,14 +251,16 @@ def test_what_is_not_there_is_not_found(api: Api) -> None:
 
 
 @ALLOWED
-def test_an_end_is_told_signed_with_its_result_and_noted_in_the_log(api, receiver, sending, settings) -> None:
+def test_a_webhook_gets_a_signed_message_with_the_result_and_the_log_lists_the_delivery(
+    api, receiver, sending, settings
+) -> None:
     api.register()
     added = add(api, url=receiver.url, events=["job.started", "job.completed"])
     task = api.started()
 
     assert server_push.apply_push(api.job(task.run.job.id), Outcome(OutcomeKind.DONE, result={"n": 1}))
     _until(sending, lambda: len(receiver.got) == 2)
-    assert [it["type"] for it in receiver.bodies] == ["job.started", "job.completed"]
+    assert [body["type"] for body in receiver.bodies] == ["job.started", "job.completed"]
     headers, body = receiver.got[1]
     Webhook(added["secret"]).verify(body, headers)
     with pytest.raises(WebhookVerificationError):
@@ -272,7 +274,7 @@ def test_an_end_is_told_signed_with_its_result_and_noted_in_the_log(api, receive
     )
     assert "payload" not in data and "envelope" not in data
     log = show(api, added["webhook"], "/deliveries")["deliveries"]
-    assert [(it["event"], it["outcome"], it["status"], it["answer"], it["number"]) for it in log] == [
+    assert [(entry["event"], entry["outcome"], entry["status"], entry["answer"], entry["number"]) for entry in log] == [
         ("job.completed", "delivered", 200, "thank you", 1),
         ("job.started", "delivered", 200, "thank you", 1),
     ]
@@ -303,7 +305,7 @@ def test_after_a_rotation_both_secrets_verify_and_after_two_the_first_does_not(
 
 
 @ALLOWED
-def test_a_job_is_told_to_its_tenants_webhooks_and_to_its_own_callback_as_ever(
+def test_the_end_of_a_job_is_sent_to_its_tenants_webhooks_and_to_its_callback(
     api, receiver, httpserver, sending, settings
 ) -> None:
     own: list[bytes] = []
@@ -315,7 +317,7 @@ def test_a_job_is_told_to_its_tenants_webhooks_and_to_its_own_callback_as_ever(
     job = an_end(api, callback_url=f"http://127.0.0.1:{httpserver.port}/own")
     _until(sending, lambda: own and receiver.got)
     assert json.loads(own[0])["status"] == "canceled" and json.loads(own[0])["job_id"] == job
-    assert [it["data"]["tenant"] for it in receiver.bodies] == ["default"]
+    assert [body["data"]["tenant"] for body in receiver.bodies] == ["default"]
 
 
 @ALLOWED
@@ -346,7 +348,7 @@ def test_a_test_is_sent_at_once_and_what_came_of_it_stands_in_the_log(api, recei
 
 
 @ALLOWED
-def test_410_disables_and_says_so_and_once_enabled_everything_is_told(api, receiver, sending, settings) -> None:
+def test_410_disables_a_webhook_and_enabling_it_sends_all_pending_messages(api, receiver, sending, settings) -> None:
     webhook = add(api, url=receiver.url)["webhook"]
     receiver.status = 410
     first = an_end(api)
@@ -360,7 +362,7 @@ def test_410_disables_and_says_so_and_once_enabled_everything_is_told(api, recei
     with api.database.engine.begin() as connection:
         connection.execute(update(messages).values(next_ms=0))
     _until(sending, lambda: len(receiver.got) == 3)
-    assert [it["data"]["job_id"] for it in receiver.bodies] == [first, first, second]
+    assert [body["data"]["job_id"] for body in receiver.bodies] == [first, first, second]
 
 
 @ALLOWED
@@ -383,7 +385,7 @@ def test_what_was_given_up_is_listed_and_sent_again_when_it_is_asked_for(
 
 
 @ALLOWED
-def test_one_message_or_all_since_a_time_are_told_once_more(api, receiver, sending, settings) -> None:
+def test_replay_sends_one_message_or_all_since_a_time_again(api, receiver, sending, settings) -> None:
     began = datetime.now(UTC).isoformat()
     webhook = add(api, url=receiver.url)["webhook"]
     jobs = [an_end(api) for _ in range(3)]
@@ -394,7 +396,7 @@ def test_one_message_or_all_since_a_time_are_told_once_more(api, receiver, sendi
     assert receiver.got[3][0]["Webhook-Id"] == one
     assert do(api, webhook, "replay", {"since": began}).status_code == 202
     _until(sending, lambda: len(receiver.got) == 7)
-    assert sorted(it["data"]["job_id"] for it in receiver.bodies[4:]) == sorted(jobs)
+    assert sorted(body["data"]["job_id"] for body in receiver.bodies[4:]) == sorted(jobs)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +426,9 @@ def test_a_webhook_that_came_to_lead_inside_is_not_followed_there(api, receiver,
 @ALLOWED
 def test_a_redirect_is_not_followed(api, receiver, httpserver, sending, settings) -> None:
     asked: list[str] = []
-    httpserver.expect_request("/elsewhere").respond_with_handler(lambda it: asked.append(it.path) or Response("no"))
+    httpserver.expect_request("/elsewhere").respond_with_handler(
+        lambda request: asked.append(request.path) or Response("no")
+    )
     httpserver.expect_request("/moved").respond_with_handler(
         lambda _: Response("", 307, {"Location": f"http://127.0.0.1:{httpserver.port}/elsewhere"})
     )
@@ -434,7 +438,7 @@ def test_a_redirect_is_not_followed(api, receiver, httpserver, sending, settings
     assert show(api, webhook, "/deliveries")["deliveries"][0]["status"] == 307 and asked == []
 
 
-def test_a_dead_job_is_not_removed_before_its_webhooks_have_been_told(api, sending) -> None:
+def test_a_dead_job_with_pending_webhook_messages_cannot_be_removed(api, sending) -> None:
 
     webhook, job = add(api)["webhook"], new_job_id()
     api.register()
@@ -477,19 +481,19 @@ def test_a_reason_is_kept_as_every_database_takes_it(api: Api) -> None:
 
 
 def _given_up(api: Api, tenant: str = "default") -> str:
-    """A job whose callback was given up; the webhook-id of that."""
+    """Give up the callback of a job and return the callback's webhook-id."""
     job = an_end(api, tenant, callback_url="https://client.example/hook")
-    (owed,) = due_ids(api.database, now_ms())
-    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
+    (message_id,) = due_ids(api.database, now_ms())
+    message = claim(api.database, message_id, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job
     failed(api.database, message, now_ms(), None, 404, "It answered 404.")
-    return owed
+    return message_id
 
 
 def _callbacks(api: Api, query: str = "", **more: Any) -> list[str]:
     answer = api.client.get(f"/webhooks/callbacks/given-up{query}", **more)
     assert answer.status_code == 200, answer.text
-    return [it["message"] for it in answer.json["callbacks"]]
+    return [callback["message"] for callback in answer.json["callbacks"]]
 
 
 @KEYED
@@ -544,19 +548,19 @@ def test_a_callback_is_tried_again_like_a_webhook_and_410_ends_that(api: Api, ht
     def tries() -> list[str]:
         sending.run_once()
         found = api.client.get(f"/webhooks/callbacks/deliveries?job_id={job}").json["deliveries"]
-        return [it["outcome"] for it in found]
+        return [delivery["outcome"] for delivery in found]
 
-    eventually(lambda: tries() == ["failed"], "it is tried")
+    eventually(lambda: tries() == ["failed"], "the callback is tried")
     with api.database.read() as connection:
         (row,) = connection.execute(select(messages)).all()
     assert row.state == "pending" and 3_000 < row.next_ms - now_ms() < 6_000
     receiver.status = 410
     api.database.write(lambda tx: tx.connection.execute(update(messages).values(next_ms=now_ms())))
-    eventually(lambda: tries() == ["given_up", "failed"], "it is given up")
+    eventually(lambda: tries() == ["given_up", "failed"], "the callback is given up")
     receiver.status = 200
     (given_up,) = _callbacks(api)
     api.client.post("/webhooks/callbacks/replay", json={"message": given_up})
-    eventually(lambda: tries() == ["delivered", "given_up", "failed"], "it is delivered")
+    eventually(lambda: tries() == ["delivered", "given_up", "failed"], "the callback is delivered")
     assert {headers["Webhook-Id"] for headers, _ in receiver.got} == {given_up}
     assert receiver.bodies[-1] == {
         "job_id": job,
@@ -568,10 +572,10 @@ def test_a_callback_is_tried_again_like_a_webhook_and_410_ends_that(api: Api, ht
     }
 
 
-def test_callbacks_that_were_given_up_come_in_pages(api: Api) -> None:
+def test_given_up_callbacks_are_listed_in_pages(api: Api) -> None:
     ids = [_given_up(api) for _ in range(3)]
     first = api.client.get("/webhooks/callbacks/given-up?limit=2").json
-    assert [it["message"] for it in first["callbacks"]] == ids[:0:-1]
+    assert [callback["message"] for callback in first["callbacks"]] == ids[:0:-1]
     assert _callbacks(api, f"?limit=2&cursor={first['next_cursor']}") == ids[:1]
     assert api.client.get("/webhooks/callbacks/given-up?cursor=x").status_code == 422
 

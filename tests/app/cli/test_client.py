@@ -53,7 +53,7 @@ def test_an_address_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, ur
     assert done.stderr.startswith("Error: ")
 
 
-def test_a_problem_is_told_as_what_is_wrong_and_what_to_do(api: HTTPServer) -> None:
+def test_the_client_prints_the_title_and_the_detail_of_a_problem(api: HTTPServer) -> None:
     api.expect_request("/queue/submit").respond_with_response(problem(422, "No such model", "Register it."))
     done = run("submit", "zimg")
     assert (done.exit_code, done.stderr) == (1, "Error: No such model: Register it.\n")

@@ -39,7 +39,7 @@ def _findings_of(part: str) -> list[Finding]:
 # -- how they are asked ----------------------------------------------------------------------------------------
 
 
-def test_a_part_that_hangs_holds_up_no_other_and_is_told() -> None:
+def test_a_hanging_check_delays_no_other_and_is_reported_as_failed() -> None:
     hangs = threading.Event()
 
     def silent() -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def test_a_part_that_hangs_holds_up_no_other_and_is_told() -> None:
     took_s = time.monotonic() - began
     hangs.set()
     assert took_s < 4
-    assert [(it.part, it.level) for it in found] == [("well", "ok"), ("silent", "fail")]
+    assert [(finding.part, finding.level) for finding in found] == [("well", "ok"), ("silent", "fail")]
     assert found[1].remedy
 
 
@@ -98,21 +98,23 @@ def test_a_redis_with_another_password_is_reported_as_such() -> None:
 # -- what they find --------------------------------------------------------------------------------------------
 
 
-def test_what_is_well_is_said_to_be(api: Api) -> None:
+def test_the_checks_of_a_healthy_installation_report_no_failure(api: Api) -> None:
     for part in ("settings", "database", "redis"):
         found = _findings_of(part)
-        assert not [it for it in found if it.level == "fail"], found
+        assert not [finding for finding in found if finding.level == "fail"], found
     assert "schema" in _findings_of("database")[0].message
 
 
-def test_everything_that_is_away_is_told_with_what_to_do(mortal_api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_unreachable_database_and_redis_with_a_remedy(
+    mortal_api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mortal_api.valkey.kill()
     monkeypatch.setenv("SLOTKEEPER_DATABASE_URL", "postgresql://nobody@127.0.0.1:9/none")
     clear_wiring()
     done = CliRunner().invoke(main, ["doctor", "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["level"]) == (1, "fail")
-    by_part = {it["part"]: it for it in found["findings"]}
+    by_part = {finding["part"]: finding for finding in found["findings"]}
     assert by_part.keys() == CHECKS.keys()
     for part in ("database", "redis"):
         assert by_part[part]["level"] == "fail" and by_part[part]["remedy"], part
@@ -169,38 +171,38 @@ def test_a_clock_that_was_set_is_reported_for_a_day(api: Api) -> None:
     assert found.level == "warn" and "set by +7200.0 s" in found.message and "time-sync.target" in found.remedy
 
 
-def test_a_record_of_another_schema_is_told(api: Api) -> None:
+def test_doctor_reports_a_database_of_another_schema(api: Api) -> None:
     with api.database.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
     (found,) = _findings_of("database")
     assert (found.level, "migrate" in found.message, found.remedy) == ("fail", True, "")
 
 
-def test_that_nobody_works_is_told(api: Api) -> None:
-    assert [it.level for it in _findings_of("workers")] == ["fail"]
-    assert [it.level for it in _findings_of("maintenance")] == ["fail"]
+def test_doctor_reports_that_no_worker_and_no_maintenance_runs(api: Api) -> None:
+    assert [finding.level for finding in _findings_of("workers")] == ["fail"]
+    assert [finding.level for finding in _findings_of("maintenance")] == ["fail"]
 
 
-def test_a_task_of_maintenance_that_is_late_is_named(api: Api) -> None:
+def test_doctor_names_a_late_maintenance_task(api: Api) -> None:
     scripts = services.scripts()
     task_runs.mark_sweep(scripts)
     task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
-    assert [it.level for it in _findings_of("maintenance")] == ["ok"]
+    assert [finding.level for finding in _findings_of("maintenance")] == ["ok"]
     scripts.redis.hset(scripts.keys.tasks(), "reap", "1000 0.1")
     (found,) = _findings_of("maintenance")
     assert (found.level, "reap" in found.message) == ("warn", True)
 
 
-def test_a_worker_through_which_no_canary_comes_is_named(api: Api) -> None:
+def test_doctor_names_a_worker_whose_canary_is_late(api: Api) -> None:
     services.processes().report("worker@a/1", {"role": "worker", "host": "a", "version": "1", "canary_age_ms": 60_000})
     services.processes().report("web@a/2", {"role": "web", "host": "a", "version": "2"})
     found = _findings_of("workers")
-    assert ["worker@a/1" in it.message for it in found] == [True, False]
+    assert ["worker@a/1" in finding.message for finding in found] == [True, False]
     assert "releases 1, 2" in found[1].message
 
 
-def test_a_process_whose_log_is_not_read_is_named(api: Api) -> None:
-    assert [it.level for it in _findings_of("logs")] == ["ok"]
+def test_doctor_names_a_process_that_drops_log_lines(api: Api) -> None:
+    assert [finding.level for finding in _findings_of("logs")] == ["ok"]
     services.processes().report("worker@a/1", {"role": "worker", "host": "a", "log_lines_dropped": 7})
     services.processes().report("web@a/2", {"role": "web", "host": "a", "log_lines_dropped": 0})
     (found,) = _findings_of("logs")
@@ -208,7 +210,7 @@ def test_a_process_whose_log_is_not_read_is_named(api: Api) -> None:
 
 
 @pytest.mark.parametrize("mode, level", [(0o600, "ok"), (0o644, "fail"), (0o640, "fail")])
-def test_a_secret_that_others_can_read_is_told(
+def test_doctor_reports_a_secret_file_that_other_users_can_read(
     api: Api, tmp_path: Path, mode: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLOTKEEPER_SECRET", raising=False)
@@ -225,9 +227,9 @@ def test_a_secret_that_others_can_read_is_told(
     assert found.level == level, found
 
 
-def test_a_secret_that_is_not_the_others_is_told(api: Api) -> None:
+def test_doctor_reports_a_secret_that_differs_from_that_of_other_processes(api: Api) -> None:
     services.scripts().redis.set(services.scripts().keys.secret(), "another")
-    assert [it.level for it in _findings_of("secret")] == ["fail"]
+    assert [finding.level for finding in _findings_of("secret")] == ["fail"]
 
 
 def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
@@ -237,7 +239,7 @@ def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value, level, said",
+    "name, value, level, part_of_message",
     [
         ("SLOTKEEPER_THREADS", "none", "fail", "SLOTKEEPER_THREADS"),
         ("SLOTKEEPER_REQUIRE_KEY", "true", "warn", "is no setting"),
@@ -245,11 +247,11 @@ def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
         ("SLOTKEEPER_HOST", "0.0.0.0", "fail", "opens the API"),
     ],
 )
-def test_settings_that_are_wrong_or_contradict_each_other_are_told(
-    api: Api, name: str, value: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_doctor_reports_invalid_and_contradictory_settings(
+    api: Api, name: str, value: str, level: str, part_of_message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    found = [it for it in _findings_of("settings") if said in it.message]
+    found = [finding for finding in _findings_of("settings") if part_of_message in finding.message]
     assert found and found[0].level == level, _findings_of("settings")
     assert found[0].remedy
 
@@ -311,7 +313,7 @@ def test_one_slow_write_on_a_busy_host_is_no_finding(monkeypatch: pytest.MonkeyP
 # -- inference servers -----------------------------------------------------------------------------------------
 
 
-def test_that_no_server_is_registered_is_told(api: Api) -> None:
+def test_doctor_reports_that_no_server_is_registered(api: Api) -> None:
     (found,) = _findings_of("servers")
     assert (found.level, "slotkeeper servers register" in found.remedy) == ("warn", True)
 
@@ -331,7 +333,7 @@ def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) ->
     assert endpoint in found.remedy
 
 
-def test_what_a_server_says_is_wrong_is_told_and_no_remedy_of_the_network(api: Api) -> None:
+def test_doctor_reports_a_servers_own_error_without_a_network_remedy(api: Api) -> None:
     api.model(preset="cog")
     with Scripted(lambda _: answer({"status": "SETUP_FAILED"})) as server:
         api.register(endpoint=server.url)
@@ -340,13 +342,16 @@ def test_what_a_server_says_is_wrong_is_told_and_no_remedy_of_the_network(api: A
     assert "reach" not in found.remedy and "log" in found.remedy
 
 
-def test_a_server_that_never_answers_holds_up_no_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_delays_no_other_check(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "_SERVERS_LIMIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api.register(endpoint=f"http://127.0.0.1:{free_port()}/generate")
         api.register(server="gpu2", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/generate")
         found = _findings_of("servers")
-    assert [(it.level, it.message.partition(":")[0]) for it in found] == [("fail", "gpu1"), ("fail", "gpu2")]
+    assert [(finding.level, finding.message.partition(":")[0]) for finding in found] == [
+        ("fail", "gpu1"),
+        ("fail", "gpu2"),
+    ]
     assert "0.5 s" in found[1].message
 
 
@@ -357,7 +362,7 @@ def test_a_server_that_an_operator_stopped_is_not_asked(api: Api) -> None:
     assert (found.level, "1 are stopped" in found.message) == ("ok", True)
 
 
-def test_slots_that_no_job_can_use_are_told(api: Api) -> None:
+def test_doctor_reports_slots_in_cooldown(api: Api) -> None:
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:
         api.register(endpoint=server.url + "/generate", slots=2)
         cool_down(api.dispatcher, "zimg", "gpu1")

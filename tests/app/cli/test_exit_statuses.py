@@ -49,11 +49,11 @@ def _arguments(command: click.Command) -> list[str]:
     return [samples.get(name, "abc") for name in names]
 
 
-@pytest.mark.parametrize(("words", "command"), [pytest.param(*it, id=" ".join(it[0])) for it in _commands(main)])
+@pytest.mark.parametrize(("words", "command"), [pytest.param(*row, id=" ".join(row[0])) for row in _commands(main)])
 def test_every_command_that_gets_no_answer_ends_with_3_and_says_so(
     words: tuple[str, ...], command: click.Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOTKEEPER_URL", refused_url())
     done = CliRunner().invoke(main, [*words, *_arguments(command), *OPTIONS.get(words, ())], input="y\n")
-    assert done.exit_code == 3, f"one that does not call the API stands in BY_THE_DATABASE: {done.output}"
+    assert done.exit_code == 3, f"a command that does not call the API must be listed in BY_THE_DATABASE: {done.output}"
     assert "Nothing answers at" in done.output and "Traceback" not in done.output

@@ -10,7 +10,7 @@ from app.cli.output import api_client
 
 @pytest.fixture
 def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file by which `slotkeeper up` tells commands of the same folder where it listens."""
+    """The file in which `slotkeeper up` writes its URL for commands of the same folder."""
     for name in ("SLOTKEEPER_URL", "SLOTKEEPER_PORT", "SLOTKEEPER_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -78,7 +78,7 @@ def answers(api: HTTPServer, method: str, path: str, body: Any) -> list[Request]
         ([], {}),
     ],
 )
-def test_constraints_are_read_as_they_are_said(texts: list[str], read: dict[str, Any]) -> None:
+def test_constraints_are_parsed_from_the_command_line(texts: list[str], read: dict[str, Any]) -> None:
     assert read_constraints(texts) == read
 
 
@@ -104,7 +104,7 @@ def test_constraints_that_are_none_are_wrong_usage(texts: list[str]) -> None:
     assert repr(texts[-1]) in refused.value.message
 
 
-def test_attributes_are_read_as_they_are_said() -> None:
+def test_attributes_are_parsed_from_the_command_line() -> None:
     read = read_attributes(["gpu=A100", "memory=80", "labels=fast,testnet"])
     assert read == {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}
     for texts in (["gpu"], ["memory>=80"], ["gpu=A100", "gpu=H100"]):
@@ -125,7 +125,7 @@ def test_a_number_is_a_number(text: str, number: float) -> None:
 # -- submit, explain -----------------------------------------------------------------------------------------------
 
 
-def test_constraints_go_with_the_job_and_the_notice_is_said_beside_it(api: HTTPServer) -> None:
+def test_submit_sends_the_constraints_and_prints_the_notice_to_stderr(api: HTTPServer) -> None:
     notice = "At present no known server of model 'zimg' meets gpu=H100; the job waits until one does."
     seen = answers(api, "POST", "/queue/submit", RECEIPT | {"notice": notice})
     done = run("submit", "zimg", "--constraint", "gpu=A100,H100", "--constraint", "memory>=40")
@@ -173,7 +173,7 @@ def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "more, said",
+    "more, printed",
     [
         ({"next_step": "starting", "position": None, "estimated_start_s": 0.0}, "j-1  queued  starting"),
         (
@@ -183,9 +183,9 @@ def test_a_wrong_constraint_is_wrong_usage(api: HTTPServer) -> None:
         ({"status": "delayed", "next_step": "later", "position": None}, "j-1  delayed"),
     ],
 )
-def test_a_receipt_is_one_line(api: HTTPServer, more: dict[str, Any], said: str) -> None:
+def test_a_receipt_is_one_line(api: HTTPServer, more: dict[str, Any], printed: str) -> None:
     answers(api, "POST", "/queue/submit", RECEIPT | more)
-    assert run("submit", "zimg").stdout == said + "\n"
+    assert run("submit", "zimg").stdout == printed + "\n"
 
 
 def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
@@ -242,7 +242,7 @@ def test_a_server_is_registered_with_what_it_declares(api: HTTPServer) -> None:
     done = run("servers", "register", *words, "--model-version", "2.1")
     assert (done.exit_code, done.stdout) == (0, "gpu1 serves zimg on 1 slot.\n")
     expected = "It gets no jobs now: nobody answers; no worker is alive.\n"
-    assert done.stderr == expected, "it is said at once if no job can start there"
+    assert done.stderr == expected, "the command warns at once if no job can start on the server"
     sent = seen[0].get_json()
     assert (sent["attributes"], sent["weight"], sent["model_version"]) == ({"gpu": "A100", "memory": 80}, 2, "2.1")
     assert "runtime" not in sent
@@ -286,8 +286,8 @@ def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: py
 def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer) -> None:
     broken = {"breaker": "open", "breaker_why": "rate", "breaker_until": "2026-01-01T00:00:08.000Z"}
     cooling = {"cooling": 2, "cooldown_until": "2026-01-01T00:00:03.000Z"}
-    standings = [STANDING, STANDING | broken | cooling, None]
-    listed = [SERVER | {"server": f"gpu{n}", "status": it} for n, it in enumerate(standings)]
+    statuses = [STANDING, STANDING | broken | cooling, None]
+    listed = [SERVER | {"server": f"gpu{n}", "status": status} for n, status in enumerate(statuses)]
     answers(api, "GET", "/admin/servers", {"servers": listed, "fleets": None})
     well, ill, unknown = run("servers", "list").stdout.strip().splitlines()[-3:]
     assert "ok" in well and "rate" not in unknown

@@ -1,4 +1,4 @@
-"""Commands about kinds of servers: what is printed of presets, probes and checks, and their exit status."""
+"""Commands about presets: the output of presets, probes and checks, and their exit status."""
 
 import json
 from typing import Any
@@ -74,7 +74,7 @@ def test_a_preset_is_shown_with_commands_that_can_be_pasted(api: HTTPServer) -> 
     assert """'{"prompt": "it'"'"'s a cat"}'""" in ran.stdout
 
 
-def test_a_probe_sends_what_was_asked_for_and_tells_each_exchange(api: HTTPServer) -> None:
+def test_a_probe_sends_the_options_and_prints_each_exchange(api: HTTPServer) -> None:
     wanted = {"url": "http://gpu1:5000", "patience": 10.0, "payload": {"prompt": "a cat"}, "model": "flux"}
     api.expect_request("/admin/servers/probe", method="POST", json=wanted).respond_with_json(PROBE)
     ran = run("servers", "probe", "http://gpu1:5000", "--payload", '{"prompt": "a cat"}', "--model", "flux")
@@ -85,18 +85,18 @@ def test_a_probe_sends_what_was_asked_for_and_tells_each_exchange(api: HTTPServe
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "printed"),
     [
         ({"reachable": False, "preset": None, "endpoint": None, "outcome": None, "health": None}, "No server answers"),
         ({"endpoint": "http://gpu1:5000/v2/models/MODEL"}, "servers probe http://gpu1:5000/v2/models/MODEL"),
         ({"outcome": {"kind": "retry", "code": "server_error", "message": "boom", "result": None}}, "server_error"),
     ],
 )
-def test_a_probe_that_does_not_end_well_is_an_exit_status(api: HTTPServer, changed: dict[str, Any], said: str) -> None:
+def test_a_failed_probe_exits_with_1(api: HTTPServer, changed: dict[str, Any], printed: str) -> None:
     api.expect_request("/admin/servers/probe").respond_with_json({**PROBE, **changed})
     ran = run("servers", "probe", "http://gpu1:5000")
     assert ran.exit_code == 1
-    assert said in ran.stdout
+    assert printed in ran.stdout
 
 
 def test_a_check_names_each_reason_and_fails_if_there_is_one(api: HTTPServer) -> None:
@@ -120,7 +120,7 @@ def test_a_server_without_work_is_well(api: HTTPServer) -> None:
         (("servers", "check", "gpu1", "--json"), CHECK),
     ],
 )
-def test_programs_get_what_the_api_says(api: HTTPServer, words: tuple[str, ...], answer: Any) -> None:
+def test_json_output_is_the_response_of_the_api(api: HTTPServer, words: tuple[str, ...], answer: Any) -> None:
     path = {"presets": "/admin/presets", "probe": "/admin/servers/probe", "check": "/admin/servers/gpu1/check"}
-    api.expect_request(next(it for name, it in path.items() if name in words)).respond_with_json(answer)
+    api.expect_request(next(route for name, route in path.items() if name in words)).respond_with_json(answer)
     assert json.loads(run(*words).stdout) == answer

@@ -31,11 +31,11 @@ def test_a_model_is_removed(api: HTTPServer) -> None:
     )
 
 
-def test_a_model_that_drains_says_what_is_left(api: HTTPServer) -> None:
+def test_models_remove_drain_prints_the_remaining_jobs(api: HTTPServer) -> None:
     leaving = {**DONE, "state": "leaving", "remaining": {"queued": 2, "running": 1}}
     api.expect_request("/admin/models/zimg", "DELETE", query_string="drain=true").respond_with_json(leaving, 202)
-    said = "zimg gets no new jobs, and is removed when these have ended: 2 queued, 1 running."
-    assert _run("models", "remove", "zimg", "--drain").stdout.strip() == said
+    printed = "zimg gets no new jobs, and is removed when these have ended: 2 queued, 1 running."
+    assert _run("models", "remove", "zimg", "--drain").stdout.strip() == printed
 
 
 def test_a_server_that_is_removed_by_force_says_what_is_lost(api: HTTPServer) -> None:

@@ -86,12 +86,12 @@ def test_the_same_command_submits_nothing_twice(served: Served, tmp_path: Path) 
     first, again = (run("batches", "submit", path, "--json") for _ in range(2))
     before, after = json.loads(first.stdout), json.loads(again.stdout)
     assert (before["batch"], after["known"], after["jobs"]) == (after["batch"], 450, 450)
-    said = run("batches", "submit", path)
-    assert "0 lines received, and 450 had been received before" in said.stdout and "--again" in said.stderr
-    anew = json.loads(run("batches", "submit", path, "--again", "--json").stdout)
-    assert (anew["batch"] != before["batch"], anew["known"]) == (True, 0)
+    third = run("batches", "submit", path)
+    assert "0 lines received, and 450 had been received before" in third.stdout and "--again" in third.stderr
+    resubmitted = json.loads(run("batches", "submit", path, "--again", "--json").stdout)
+    assert (resubmitted["batch"] != before["batch"], resubmitted["known"]) == (True, 0)
     other = json.loads(run("batches", "submit", path, "--priority", "1", "--json").stdout)
-    assert other["batch"] not in (before["batch"], anew["batch"])
+    assert other["batch"] not in (before["batch"], resubmitted["batch"])
 
 
 def test_the_command_printed_at_ctrl_c_goes_on_with_the_file(

@@ -164,8 +164,8 @@ def test_json_is_the_same_value_and_holds_no_controls(api: HTTPServer, command: 
         api.expect_request(path).respond_with_handler(_answering(body))
     done = _run([*words, "--json"])
     _assert_harmless(done.stdout)
-    told = json.dumps(json.loads(done.stdout))
-    assert json.dumps(TEXT)[1:-1] in told
+    printed = json.dumps(json.loads(done.stdout))
+    assert json.dumps(TEXT)[1:-1] in printed
 
 
 @pytest.mark.parametrize("command", COMMANDS)

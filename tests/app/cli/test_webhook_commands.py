@@ -87,15 +87,15 @@ def test_a_pace_is_set_and_taken_away(run: Any) -> None:
 
 def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: Any) -> None:
     job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL)
-    (owed,) = due_ids(api.database, now_ms())
-    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
+    (message_id,) = due_ids(api.database, now_ms())
+    message = claim(api.database, message_id, now_ms(), now_ms() + 1000)
     assert message is not None and message.job_id == job.id
     failed(api.database, message, now_ms(), None, 404, "It answered 404.")
     assert "It answered 404." in run("deliveries", "--job", job.id).stdout
     listed = json.loads(run("deliveries", "--given-up", "--tenant", "default", "--json").stdout)
-    assert [it["message"] for it in listed] == [owed]
+    assert [callback["message"] for callback in listed] == [message_id]
     assert "There are no such messages." in run("deliveries", "--given-up", "--tenant", "acme").stdout
-    assert run("replay", "--message", owed).stdout.strip().endswith("1.")
+    assert run("replay", "--message", message_id).stdout.strip().endswith("1.")
     assert "There are no such messages." in run("deliveries", "--given-up").stdout
     assert run("replay", "--given-up").stdout.strip().endswith("0.")
     run("deliveries", status=2)

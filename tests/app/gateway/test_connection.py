@@ -1,4 +1,4 @@
-"""Requests over the connection of one agent: what is certain of them when it ends."""
+"""Requests over the connection of one agent, and their outcome when the connection ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""The page without a browser: who comes in, what they see, and what forms may do."""
+"""The web page without a browser: log-in, the screens, and the effects of forms."""
 
 import re
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def _ask(who: Visitor, method: str, path: str) -> Any:
     return who.get(path) if method == "GET" else who.post(path)
 
 
-# -- who comes in ----------------------------------------------------------------------------------------------
+# -- log-in ----------------------------------------------------------------------------------------------------
 
 
 @KEYED
@@ -139,11 +139,11 @@ def test_a_log_in_begins_a_visit_of_its_own(api: Api, settings: dict[str, str]) 
 
 @KEYED
 def test_the_cookie_is_for_this_page_alone(api: Api, settings: dict[str, str]) -> None:
-    told = visitor(api).log_in("sk_wrong").headers.getlist("Set-Cookie") + visitor(api).get(
+    cookies = visitor(api).log_in("sk_wrong").headers.getlist("Set-Cookie") + visitor(api).get(
         "/page/log-in"
     ).headers.getlist("Set-Cookie")
-    assert told
-    assert all("HttpOnly" in it and "SameSite=Strict" in it for it in told)
+    assert cookies
+    assert all("HttpOnly" in cookie and "SameSite=Strict" in cookie for cookie in cookies)
 
 
 def _copy_of(visit: Visitor, api: Api) -> Visitor:
@@ -165,7 +165,7 @@ def test_a_copied_cookie_opens_nothing_after_log_out(api: Api, settings: dict[st
 
 
 @KEYED
-def test_where_a_log_out_cannot_be_noted_it_is_said_and_can_be_done_again(
+def test_a_log_out_gets_503_while_the_database_is_down_and_can_be_repeated(
     api: Api, settings: dict[str, str], operator: Visitor
 ) -> None:
     thief, token = _copy_of(operator, api), operator.token()
@@ -448,10 +448,10 @@ def test_retry_all_is_of_those_that_are_shown(api: Api) -> None:
     assert [api.job(job).state for job in (shown, other)] == ["queued", "dead"]
 
 
-def test_callbacks_that_were_given_up_are_shown_and_told_again(api: Api) -> None:
+def test_given_up_callbacks_are_shown_and_can_be_sent_again(api: Api) -> None:
     job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url="http://receiver/hook")
-    (owed,) = due_ids(api.database, now_ms())
-    message = claim(api.database, owed, now_ms(), now_ms() + 1000)
+    (message_id,) = due_ids(api.database, now_ms())
+    message = claim(api.database, message_id, now_ms(), now_ms() + 1000)
     assert message is not None
     failed(api.database, message, now_ms(), None, 503, "the receiver answered 503")
     somebody = visitor(api)
@@ -471,14 +471,14 @@ def test_a_model_and_a_tenant_are_paused_with_a_reason(api: Api) -> None:
     assert somebody.post("/page/models/zimg/state", state="gone").status_code == 422
 
 
-def test_an_empty_installation_is_told_the_three_commands_to_go_on(api: Api) -> None:
+def test_an_empty_installation_shows_the_three_commands_to_start_with(api: Api) -> None:
     shown = visitor(api).get("/").text
     assert [
         command in shown for command in ("slotkeeper serve ", "slotkeeper servers register ", "slotkeeper submit ")
     ] == [True] * 3
 
 
-def test_what_goes_wrong_is_told_to_people(api: Api) -> None:
+def test_errors_are_shown_as_html_pages(api: Api) -> None:
     answer = visitor(api).get("/page/jobs/nobody")
     assert (answer.status_code, answer.mimetype) == (404, "text/html")
     assert "There is no such job" in answer.text
@@ -506,16 +506,16 @@ def _batch(api: Api, jobs: int = 3, headers: dict[str, str] | None = None) -> An
     return api.client.post("/queue/submit-batch", json=body, headers=headers).json
 
 
-def test_a_batch_is_listed_looked_at_and_canceled_after_a_question(api: Api) -> None:
+def test_a_batch_is_listed_shown_and_canceled_after_a_confirmation(api: Api) -> None:
     api.model()
     sent, somebody = _batch(api), visitor(api)
     path = f"/page/batches/{sent['batch']}"
     assert path in somebody.get("/page/batches").text
     assert path in somebody.get(f"/page/jobs/{sent['jobs'][0]['job_id']}").text
     shown = somebody.get(path).text
-    assert all(f"/page/jobs/{it['job_id']}" in shown for it in sent["jobs"]) and "0 of 3" in shown
+    assert all(f"/page/jobs/{job['job_id']}" in shown for job in sent["jobs"]) and "0 of 3" in shown
     assert "3 jobs of 3 have not ended" in somebody.get(f"{path}/cancel").text
-    assert api.job(sent["jobs"][0]["job_id"]).state is State.QUEUED, "to ask cancels nothing"
+    assert api.job(sent["jobs"][0]["job_id"]).state is State.QUEUED, "the question itself cancels nothing"
     answer = somebody.post(f"{path}/cancel")
     assert "Its waiting jobs are canceled" in somebody.get(answer.headers["Location"]).text
     assert "3 of 3" in somebody.get("/page/batches").text

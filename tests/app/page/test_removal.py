@@ -1,4 +1,4 @@
-"""The page's forms by which models and servers are removed, and what it says of breakers."""
+"""The page's forms that remove models and servers, and its display of breakers."""
 
 from typing import Any
 
@@ -32,15 +32,15 @@ def _servers(api: Api) -> set[str]:
 # -- models ----------------------------------------------------------------------------------------------------
 
 
-def test_before_a_model_is_removed_is_said_what_hangs_on_it(api: Api, operator: Visitor) -> None:
+def test_the_form_that_removes_a_model_lists_its_jobs_and_servers(api: Api, operator: Visitor) -> None:
     api.register(server="gpu1")
     api.register(server="gpu2")
     api.register(model="flux", server="gpu2")
     api.submitted()
-    said = operator.get("/page/remove/models/zimg").text
-    assert "1 queued" in said and "Drain it, then remove it" in said
-    assert "gpu1</a> (serves no other model)" in said and "gpu2</a> (" not in said
-    assert _models(api) == {"flux", "zimg"}, "to ask removes nothing"
+    shown = operator.get("/page/remove/models/zimg").text
+    assert "1 queued" in shown and "Drain it, then remove it" in shown
+    assert "gpu1</a> (serves no other model)" in shown and "gpu2</a> (" not in shown
+    assert _models(api) == {"flux", "zimg"}, "the question itself removes nothing"
 
 
 def test_a_model_without_jobs_is_removed_at_once(api: Api, operator: Visitor) -> None:
@@ -62,7 +62,7 @@ def test_a_model_with_jobs_is_drained_which_can_be_called_off(api: Api, operator
     assert api.submit().status_code == 202
 
 
-def test_what_the_api_refuses_is_said_in_its_words_beside_the_form(api: Api, operator: Visitor) -> None:
+def test_a_refusal_of_the_api_is_shown_beside_the_form(api: Api, operator: Visitor) -> None:
     api.model()
     api.model("flux")
     api.submitted()
@@ -75,14 +75,14 @@ def test_what_the_api_refuses_is_said_in_its_words_beside_the_form(api: Api, ope
 # -- servers ---------------------------------------------------------------------------------------------------
 
 
-def test_before_a_server_is_removed_is_said_what_runs_there(api: Api, operator: Visitor) -> None:
+def test_the_form_that_removes_a_server_lists_its_runs_and_models(api: Api, operator: Visitor) -> None:
     api.register(server="gpu1")
     api.register(model="flux", server="gpu1")
     api.register(model="flux", server="gpu2")
     job = api.started().run.job.id
-    said = operator.get("/page/remove/servers/gpu1").text
-    assert f"/page/jobs/{job}" in said and "Remove it at once" in said
-    assert "zimg</a> (no other server serves it)" in said and "flux</a> (" not in said
+    shown = operator.get("/page/remove/servers/gpu1").text
+    assert f"/page/jobs/{job}" in shown and "Remove it at once" in shown
+    assert "zimg</a> (no other server serves it)" in shown and "flux</a> (" not in shown
     assert operator.get("/page/remove/servers/gone").status_code == 404
 
 
@@ -103,7 +103,7 @@ def test_a_server_with_a_run_is_drained_which_can_be_called_off(api: Api, operat
     assert "being removed" not in operator.get("/page/servers/gpu1").text
 
 
-def test_a_server_is_removed_under_its_run_only_if_that_is_said(api: Api, operator: Visitor) -> None:
+def test_a_server_with_a_running_job_is_removed_if_forced(api: Api, operator: Visitor) -> None:
     api.register()
     job = api.started().run.job.id
     _follow(operator, operator.post("/page/remove/servers/gpu1", force="yes"))

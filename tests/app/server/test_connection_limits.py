@@ -99,7 +99,7 @@ def test_an_owner_can_reserve_released_bytes_again():
     assert capacity.reserve_bytes(admit(capacity)[0], "a", 250)
 
 
-def test_where_there_is_no_room_whoever_holds_most_gives_way():
+def test_a_full_buffer_closes_the_connection_that_holds_most_bytes():
     capacity = a_capacity()
     small, large, other = admit(capacity, 3)
     capacity.reserve_bytes(small, "a", 100, unlimited=True)

@@ -256,7 +256,7 @@ def test_an_invalid_id_of_a_jobs_stream_is_refused(served: Served, after: str) -
 # -- all jobs ------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_begins_now_and_tells_what_is_wanted(served: Served) -> None:
+def test_a_new_stream_sends_only_new_events_that_match_its_filter(served: Served) -> None:
     a_queued_job(served.store)
     reader = Reader(served.ask("/stream?model=flux&model=sdxl&type=job.enqueued")).until_open()
     a_running_job(served.store, model="flux")
@@ -417,7 +417,7 @@ def _add_event_and_fail(tx: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_what_happens_while_the_record_is_read_is_told_once_and_in_order(
+def test_events_stored_during_a_slow_read_are_sent_once_and_in_order(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_PAGE_SIZE", 2)

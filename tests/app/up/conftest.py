@@ -16,10 +16,10 @@ from tests.app.up.tiny_programs import Bench
 def bench(tmp_path: Path) -> Iterator[Bench]:
     logs = tmp_path / "logs"
     logs.mkdir()
-    said: list[str] = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+    messages: list[str] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP
     with Signals() as signals, Guardian() as guardian:
-        supervisor = Supervisor(signals, guardian, os.environ, tmp_path, logs, said.append)
-        yield Bench(supervisor, tmp_path, said)
+        supervisor = Supervisor(signals, guardian, os.environ, tmp_path, logs, messages.append)
+        yield Bench(supervisor, tmp_path, messages)
         supervisor.stop()
     signal.signal(signal.SIGHUP, before)

@@ -1,4 +1,4 @@
-"""The demonstration of `slotkeeper up`, on an installation that has models of its own."""
+"""The demonstration of `slotkeeper up` on an installation that already has models."""
 
 from typing import Any
 

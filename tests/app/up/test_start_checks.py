@@ -177,14 +177,16 @@ def test_a_state_folder_that_is_not_the_default_is_named_in_the_command(settings
     assert not read_plan(demo=False).command().startswith("SLOTKEEPER_HOME=")
 
 
-def test_with_keys_the_first_words_say_how_to_get_one(settings: pytest.MonkeyPatch) -> None:
+def test_the_welcome_of_an_installation_with_keys_explains_how_to_get_one(settings: pytest.MonkeyPatch) -> None:
     assert "tenants add" not in _welcome(read_plan(demo=False), 1.0)
     settings.setenv("SLOTKEEPER_REQUIRE_KEYS", "true")
-    said = _welcome(read_plan(demo=False), 1.0)
-    assert "tenants add NAME --operate" in said and "SLOTKEEPER_KEY" in said
+    welcome = _welcome(read_plan(demo=False), 1.0)
+    assert "tenants add NAME --operate" in welcome and "SLOTKEEPER_KEY" in welcome
 
 
-def test_the_state_folder_tells_where_everything_listens(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_read_the_addresses_of_the_api_and_redis_from_the_state_folder(
+    settings: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     settings.setenv("SLOTKEEPER_HOME", str(tmp_path))
     for name in ("PORT", "URL", "REDIS_PORT", "REDIS_URL"):
         settings.delenv(f"SLOTKEEPER_{name}", raising=False)

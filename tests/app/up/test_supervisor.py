@@ -50,23 +50,23 @@ def test_a_child_that_does_not_end_in_time_is_killed_with_all_that_it_started(be
     until(lambda: not any(lives(pid) for pid in pids(bench, "deaf")))
 
 
-def test_a_child_that_dies_is_started_again_and_it_is_said(bench: Bench) -> None:
+def test_the_supervisor_restarts_a_dead_child_and_reports_the_restart(bench: Bench) -> None:
     bench.start("worker", STAYS.format("worker"))
     bench.until(lambda: pids(bench, "worker"))
     bench.supervisor.restarts = True
     os.kill(pids(bench, "worker")[0], signal.SIGKILL)
     bench.until(lambda: len(pids(bench, "worker")) == 2, "the restart")
     assert lives(pids(bench, "worker")[1])
-    assert "worker ended (killed by SIGKILL); it starts again in 0.5 s" in bench.said[0]
+    assert "worker ended (killed by SIGKILL); it starts again in 0.5 s" in bench.messages[0]
 
 
-def test_what_completes_is_waited_for_and_never_started_again(bench: Bench) -> None:
+def test_the_supervisor_waits_for_a_role_that_exits_and_never_restarts_it(bench: Bench) -> None:
     bench.supervisor.run_to_end(Role("migrate", "echo once >> done", exits=True))
     assert bench.lines("done") == ["once"] and bench.supervisor.running == []
     bench.supervisor.restarts = True
     bench.start("worker", STAYS.format("worker"))
     bench.until(lambda: pids(bench, "worker"))
-    assert bench.lines("done") == ["once"] and bench.said == []
+    assert bench.lines("done") == ["once"] and bench.messages == []
 
 
 def test_what_does_not_complete_well_is_an_error_with_its_last_words(bench: Bench) -> None:
@@ -89,7 +89,7 @@ def test_a_child_that_dies_during_the_start_is_an_error_with_its_last_words(benc
         bench.supervisor.wait(lambda: False, 20, "nothing")
 
 
-def test_the_last_words_are_those_that_tell_the_reason(bench: Bench) -> None:
+def test_the_error_of_a_failed_start_quotes_the_line_with_the_exception(bench: Bench) -> None:
     bench.start("web", "echo Starting; echo \\ \\ raise ImportError; echo ImportError: no flask; echo Goodbye; exit 1")
     with pytest.raises(UpError, match="while it started: ImportError: no flask "):
         bench.supervisor.wait(lambda: False, 20, "nothing")
@@ -157,7 +157,9 @@ def test_who_has_a_port_has_begun_when_it_listens_there(bench: Bench) -> None:
     assert is_open("127.0.0.1", port)
 
 
-def test_a_stop_while_processes_begin_is_heard(bench: Bench, begins: Callable[[str], str]) -> None:
+def test_a_stop_signal_during_the_start_of_processes_stops_the_start(
+    bench: Bench, begins: Callable[[str], str]
+) -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(Stopped):
         start_staggered([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
@@ -176,7 +178,7 @@ def test_a_signal_that_came_before_the_watch_stops_it_too(bench: Bench) -> None:
         bench.supervisor.supervise()
 
 
-def test_a_signal_is_heard_while_threads_keep_the_interpreter_busy(bench: Bench) -> None:
+def test_a_stop_signal_is_handled_while_threads_keep_the_interpreter_busy(bench: Bench) -> None:
     done = threading.Event()
 
     def burn() -> None:
@@ -228,12 +230,12 @@ def test_a_log_does_not_grow_without_bound(bench: Bench, monkeypatch: pytest.Mon
     bench.until(lambda: (bench.folder / "logs" / "talks.log").stat().st_size < 1000)
 
 
-def test_a_stop_that_comes_while_a_thread_begins_is_no_error_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal's handler raises it wherever the program is just then."""
+def test_a_stop_signal_during_the_start_of_a_thread_is_no_error_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler raises Stopped at whatever line the program executes."""
     begin, begun = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
 
-    def stopped_meanwhile(*told: object) -> None:
-        begin(*told)
+    def stopped_meanwhile(*arguments: object) -> None:
+        begin(*arguments)
         assert begun.wait(10)
         raise Stopped
 
@@ -283,5 +285,5 @@ def test_a_restart_long_ago_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("status", "words"), [(0, "exit status 0"), (-9, "killed by SIGKILL"), (-99, "signal 99")])
-def test_an_end_is_told_in_words(status: int, words: str) -> None:
+def test_an_exit_status_is_described_in_words(status: int, words: str) -> None:
     assert words in how_it_ended(status)

@@ -9,10 +9,10 @@ from app.up.supervisor import Supervisor
 
 
 class Bench:
-    """A supervisor, what it has said, and the folder in which its children leave their traces."""
+    """A supervisor, its messages, and the folder in which its children write files."""
 
-    def __init__(self, supervisor: Supervisor, folder: Path, said: list[str]) -> None:
-        self.supervisor, self.folder, self.said = supervisor, folder, said
+    def __init__(self, supervisor: Supervisor, folder: Path, messages: list[str]) -> None:
+        self.supervisor, self.folder, self.messages = supervisor, folder, messages
 
     def start(self, name: str, script: str, **more: object) -> None:
         self.supervisor.start(Role(name, f"sh -c '{script}'", **more))  # type: ignore[arg-type]

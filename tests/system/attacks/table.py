@@ -134,7 +134,7 @@ TABLE = [
         "its room is free again",
         (
             f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",
-            f"{CAPACITY}test_where_there_is_no_room_whoever_holds_most_gives_way",
+            f"{CAPACITY}test_a_full_buffer_closes_the_connection_that_holds_most_bytes",
         ),
     ),
     # -- keys ----------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ TABLE = [
             f"{API}test_push.py::test_a_forged_push_changes_nothing",
             f"{API}test_push.py::test_a_superseded_attempt_cannot_end_the_next",
             f"{API}test_push.py::test_a_push_that_names_another_job_of_ours_ends_nothing",
-            f"{API}test_push.py::test_a_refusal_does_not_tell_whether_there_is_such_a_job",
+            f"{API}test_push.py::test_a_push_with_a_wrong_token_gets_the_same_answer_for_known_and_unknown_jobs",
             f"{API}test_push.py::test_a_result_that_is_too_large_is_refused",
             f"{API}test_push.py::test_a_result_that_is_too_deep_ends_the_job",
         ),

@@ -1,4 +1,4 @@
-"""Real processes for all tests of a session: `stack` is never broken, `town` is; each test has models of its own."""
+"""Real processes for all tests of a session.  Tests break only the second installation; each registers new models."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,6 +36,6 @@ def server_name() -> str:
 
 @pytest.fixture(scope="session")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    """It has beat, maintenance and the API; each test has models of its own."""
+    """An installation with beat, maintenance and the API; each test registers new models."""
     with started_town(tmp_path_factory.mktemp("town")) as running:
         yield running

@@ -1,9 +1,9 @@
-"""Attacks on a running Slotkeeper: for each, what must be true before, during and after it.
+"""Attacks on a running Slotkeeper, each with conditions that must hold before, during and after it.
 
-frame.py     what an attack is, and how one is played
-stage.py     the processes that are attacked, and who is there
-api.py       the attacks on the REST API; each other door gets a module like it, listed in ALL below
-table.py     all doors: what may be tried at each, and the attacks and tests that try it
+frame.py     the class of an attack, and the function that plays it
+stage.py     the attacked processes, and the keys of their clients
+api.py       the attacks on the REST API; each other attack surface gets a module like this one, listed in ALL below
+table.py     all attack surfaces: possible attempts on each, and the attacks and tests that make them
 card.py      the score card
 
 `make test` plays the quick ones and runs the tests, `make attack` plays all of them and prints the table, too.

@@ -1,6 +1,6 @@
 """python -m tests.system.attacks [words]: play the attacks whose names contain a word.
 
-Without one: all of them, and what else the table of doors names.
+Without a word: play all attacks, and run the tests that the table names.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ from tests.system.attacks.table import ATTACK, TABLE
 
 
 def main(words: list[str]) -> int:
-    played = _played([it for it in ALL if not words or any(word in it.name for word in words)])
+    played = _played([attack for attack in ALL if not words or any(word in attack.name for word in words)])
     print("\n".join(["", *lines(played)]))
     if words:
-        return int(any(it.wrong for it in played))
+        return int(any(result.wrong for result in played))
     failed, skipped = _tested()
-    failed += Counter(f"{ATTACK}{it.attack.name}" for it in played if it.wrong)
+    failed += Counter(f"{ATTACK}{result.attack.name}" for result in played if result.wrong)
     print("\n".join(["", *lines_of_table(TABLE, failed, skipped)]))
     return int(bool(failed))
 
@@ -42,9 +42,9 @@ def _played(attacks: list[Attack]) -> list[Played]:
 
 
 def _tested() -> tuple[Counter[str], Counter[str]]:
-    """Of the table's tests those that fail, and those that are skipped, by their names without parameters."""
+    """Run the table's tests and return counts of failed and of skipped ones, by their names without parameters."""
     tests = sorted({test for row in TABLE for test in row.tests if not test.startswith(ATTACK)})
-    print(f"{len(tests)} tests of the other doors ...", flush=True)
+    print(f"{len(tests)} tests of the other attack surfaces ...", flush=True)
     failed, skipped = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

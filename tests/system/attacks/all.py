@@ -1,4 +1,4 @@
-"""The attacks of all doors: each door has a module with its ATTACKS, and is listed here."""
+"""The attacks on all surfaces: each surface has a module with its ATTACKS, which is listed here."""
 
 from tests.system.attacks import api
 from tests.system.attacks.frame import Attack

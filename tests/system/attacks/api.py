@@ -43,7 +43,7 @@ SERVED = (LIVE, OPERATOR, SUBMIT)
 
 @contextmanager
 def _holding(stage: Stage, count: int, sent: bytes) -> Iterator[list[socket]]:
-    """So many connections, on each of which so much is sent and no more."""
+    """Hold `count` open connections after sending `sent` on each."""
     with ExitStack() as stack:
         held = []
         for _ in range(count):

@@ -38,7 +38,7 @@ class Attack:
 
 @dataclass
 class Seen:
-    """What came of one check in one phase."""
+    """The observations of one check in one phase."""
 
     longest_s: float = 0.0
     looks: int = 0
@@ -65,9 +65,9 @@ class Seen:
 
 @contextmanager
 def _elsewhere(attack: Attack, stage: Any) -> Iterator[None]:
-    """Wage it from a process of its own, so that what the attacker works does not slow down those who look.
+    """Wage the attack from a separate process, so that its load does not slow down the checks.
 
-    Raises AssertionError for what it finds wrong itself.
+    Raises AssertionError if the attack itself fails.
     """
     ours, theirs = Pipe()
 
@@ -100,7 +100,7 @@ PHASES = ("before", "during", "after")
 
 @dataclass
 class Played:
-    """What came of an attack: by check, what was seen in each phase."""
+    """The result of an attack: by check, the observations of each phase."""
 
     attack: Attack
     seen: dict[str, dict[str, Seen]]

@@ -1,4 +1,4 @@
-"""What is attacked: the `web` process as the Procfile starts it, with keys; and who is there."""
+"""The attacked installation: the `web` process as the Procfile starts it, and the keys of its clients."""
 
 import json
 import resource
@@ -24,7 +24,7 @@ _FILES = 8192
 
 @dataclass
 class Stage:
-    """A Slotkeeper under attack.  Mallory, who attacks, and alice have keys; so has the operator."""
+    """A Slotkeeper under attack.  The attacker `mallory`, the client `alice` and the operator have keys."""
 
     stack: Stack
     keys: dict[str, str]
@@ -34,7 +34,7 @@ class Stage:
         return "127.0.0.1", self.stack.port
 
     def ask(self, who: str, method: str, path: str, body: Any = None, timeout_s: float = 10.0) -> requests.Response:
-        """By a connection of its own, as somebody does who was not there before."""
+        """Send a request over a new connection, as a new client does."""
         headers = {"Authorization": f"Bearer {self.keys[who]}"} if who else {}
         return requests.request(method, self.stack.url + path, json=body, headers=headers, timeout=timeout_s)
 

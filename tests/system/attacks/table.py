@@ -1,7 +1,7 @@
-"""All doors at a glance: what may be tried at each, what must be true meanwhile and afterwards, and which tests try it.
+"""All attack surfaces: possible attempts on each, conditions that must hold during and after them, and their tests.
 
-Before each of them the same is true: honest clients are served, and nothing stands open that they need.  A row's
-tests are names of pytest's, or attacks of tests/system/attacks, which look before, during and after.
+Before each attempt, honest clients are served and all resources are free.  A row's tests are names of pytest tests,
+or attacks of tests/system/attacks, which check before, during and after.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ ATTACK = "attack: "
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that may be tried at a door."""
+    """One possible attempt on an attack surface."""
 
-    door: str
+    surface: str
     tried: str
     during: str
     after: str
@@ -298,8 +298,8 @@ TABLE = [
         "maintenance of all others goes on",
         (
             "tests/app/api/test_misconfigured_models.py::test_a_template_that_cannot_be_compiled_is_refused_with_its_place",
-            "tests/app/api/test_descriptions.py::test_what_describes_no_server_is_refused_with_its_place_and_a_remedy",
-            "tests/app/api/test_descriptions.py::test_a_registration_is_refused_the_same_way",
+            "tests/app/api/test_descriptions.py::test_an_invalid_description_is_refused_with_a_json_pointer_and_a_remedy",
+            "tests/app/api/test_descriptions.py::test_the_description_of_a_registration_is_validated_in_the_same_way",
             "tests/app/api/test_misconfigured_models.py::test_maintenance_of_all_others_goes_on",
             "tests/tasks/servers/test_patterns.py::test_a_pattern_whose_program_is_large_is_refused",
         ),
@@ -372,7 +372,7 @@ TABLE = [
         "a stranger's page in a real Chromium, and under a name that was bound to this machine",
         "it changes and reads nothing of the API, the reference server and Flower",
         "no job was made",
-        (f"{BROWSER}test_a_strangers_page_changes_and_reads_nothing",),
+        (f"{BROWSER}test_a_foreign_page_changes_and_reads_nothing",),
     ),
     Row(
         "browser origins",
@@ -449,4 +449,4 @@ TABLE = [
     ),
 ]
 
-DOORS = tuple(dict.fromkeys(row.door for row in TABLE))
+SURFACES = tuple(dict.fromkeys(row.surface for row in TABLE))

@@ -1,15 +1,15 @@
-"""The table names every door, and only tests that there are."""
+"""The table names every attack surface, and only tests that exist."""
 
 from pathlib import Path
 
 from tests.system.attacks.all import ALL
-from tests.system.attacks.table import ATTACK, DOORS, TABLE
+from tests.system.attacks.table import ATTACK, SURFACES, TABLE
 
 REPO = Path(__file__).resolve().parents[3]
 
 
-def test_each_door_is_in_the_table() -> None:
-    assert DOORS == (
+def test_each_attack_surface_is_in_the_table() -> None:
+    assert SURFACES == (
         "HTTP framing",
         "bodies",
         "keys",
@@ -33,6 +33,6 @@ def test_the_tests_of_the_table_exist() -> None:
         assert f"def {name}(" in (REPO / path).read_text("utf-8"), test
 
 
-def test_each_attack_has_its_place_in_the_table() -> None:
+def test_each_attack_is_in_the_table() -> None:
     named = [test.removeprefix(ATTACK) for row in TABLE for test in row.tests if test.startswith(ATTACK)]
     assert sorted(named) == sorted(attack.name for attack in ALL)

@@ -1,4 +1,4 @@
-"""A stranger's page in a real browser on this machine can neither change nor read anything of ours."""
+"""A foreign page in a real browser on this machine can neither change nor read any data of Slotkeeper."""
 
 import json
 import os
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH (Debian: apt install chromium)"),
 ]
 
-# `NAME`, a name that a stranger had bound to 127.0.0.1, is what the page itself is called by.
+# The page itself is loaded under `NAME`, a foreign name that resolves to 127.0.0.1.
 PAGE = """<!doctype html><title>stranger</title><body><pre id="told"></pre><script>
 const ports = PORTS, told = {};
 const job = '{"model":"zimg","payload":{"prompt":"stolen"}}';
@@ -64,18 +64,18 @@ all();
 
 @contextmanager
 def _stranger(ports: dict[str, int]) -> Iterator[tuple[int, dict[str, str]]]:
-    """A web server of somebody else: its port, and what its page was told, in the end."""
-    told: dict[str, str] = {}
+    """Serve a foreign page; yield the server's port and the responses that the page got, once it has sent them."""
+    responses: dict[str, str] = {}
 
     def says(seen: Seen) -> bytes:
         if seen.method == "GET":
             page = PAGE.replace("PORTS", json.dumps(ports)).replace("NAME", "evil.test")
             return answer(page.encode(), Content_Type="text/html")
-        told.update(seen.json)
+        responses.update(seen.json)
         return answer(b"", 204)
 
     with Scripted(says) as server:
-        yield server.port, told
+        yield server.port, responses
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _visiting(url: str, profile: Path) -> Iterator[None]:
             browser.wait()
 
 
-def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
+def test_a_foreign_page_changes_and_reads_nothing(tmp_path: Path) -> None:
     ran: list[object] = []
     flower = free_port()
     with (
@@ -121,12 +121,14 @@ def test_a_strangers_page_changes_and_reads_nothing(tmp_path: Path) -> None:
         assert requests.put(f"{stack.url}/admin/model-configs/zimg", json={}, timeout=10).ok
         process.source(lambda: _answers(flower), "it answers")
         ports = {"api": stack.port, "server": int(server.url.rpartition(":")[2]), "flower": flower}
-        with _stranger(ports) as (port, told), _visiting(f"http://evil.test:{port}/", tmp_path / "profile"):
-            eventually(lambda: told, "the page has tried everything", 200)
+        with _stranger(ports) as (port, responses), _visiting(f"http://evil.test:{port}/", tmp_path / "profile"):
+            eventually(lambda: responses, "the page has tried everything", 200)
         jobs = requests.get(f"{stack.url}/queue/jobs", timeout=10).json()["jobs"]
-    assert len(told) == 3 * 3 * (2 * 3 * 4 + 6), "it has tried all of it"
-    assert {what: it for what, it in told.items() if it not in ("refused", "opaque")} == {}, "it has read nothing"
-    assert (jobs, ran) == ([], []), "it has changed nothing"
+    assert len(responses) == 3 * 3 * (2 * 3 * 4 + 6), "the page has tried every request"
+    assert {what: response for what, response in responses.items() if response not in ("refused", "opaque")} == {}, (
+        "the page has read nothing"
+    )
+    assert (jobs, ran) == ([], []), "the page has changed nothing"
 
 
 def _answers(port: int) -> bool:

@@ -1,6 +1,6 @@
-"""The page in a real Chromium: what it says of slow jobs, and that everybody can use it.
+"""The page in a real Chromium: its explanations of slow jobs, and its accessibility.
 
-One installation, one Chromium and one walk through all screens serve all tests; who acts has a context of its own.
+All tests share one installation, one Chromium and one walk through all screens.  Tests that act use a new context.
 """
 
 import json
@@ -78,7 +78,7 @@ class Installation:
         return str(answer.json()["batch"])
 
     def submit_lines(self) -> str:
-        """A batch of lines, some of which were refused, that is paused and not complete."""
+        """Submit a batch with valid and invalid lines, pause it before it is complete, and return its id."""
         batch = str(self.call("POST", "/batches", "acme", model="idle", name=EVIL)["batch"])
         lines = [{"payload": {}}, {"payload": {}, "priority": 99, "custom_id": EVIL}, {"payload": {}, "model": "none"}]
         headers = {"Authorization": f"Bearer {self.keys['acme']}", "Content-Type": "application/x-ndjson"}
@@ -110,7 +110,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    """One for all tests: it has run jobs of every kind when it is handed out."""
+    """Start the installation of all tests and run jobs of every kind in it."""
     settings = {"SLOTKEEPER_REQUIRE_KEYS": "true", "SLOTKEEPER_BREAKER_OPEN_MS": "1500"}
     settings["SLOTKEEPER_WEBHOOK_ALLOW"] = "127.0.0.1/32"
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 
 
 def _keys(running: Stack) -> dict[str, str]:
-    """Written to the record from here: a process for each would cost a second."""
+    """Write the keys to the database directly: a process for each would cost a second."""
     database = Database(StorageSettings(home=running.home).sqlalchemy_url)
     found = {
         name: add_key(database, name, *([Scope.OPERATE] if name == "root" else []))
@@ -135,34 +135,36 @@ def _keys(running: Stack) -> dict[str, str]:
     return found
 
 
-def _live(it: Installation, server: Any) -> None:
-    """All at once, so that it takes as long as its slowest part."""
+def _live(installation: Installation, server: Any) -> None:
+    """Submit all jobs at once, so that the total time is that of the slowest job."""
     quick = {"retry_backoff": 0.2, "retry_backoff_max": 0.2}
-    it.model("limited", f"{server(2)}/generate", 2, "limited-api1", tenant_slots=1)
-    it.model("flaky", f"{server(2)}/generate", 2, "flaky-api1", {"gpu": "A100"}, **quick)
-    it.model("zimg", f"{server(2)}/generate", 2, "zimg-fast", {"pool": "fast"})
-    it.model("zimg", f"{server(1)}/generate", 1, "zimg-slow", {"pool": "slow"})
-    it.model("broken", f"{server(1)}/generate", 1, "broken-api1", max_retries=0, breaker_failures=2)
-    it.model("idle", f"{server(1)}/generate", 1, "idle-api1")
-    it.call("PATCH", "/admin/models/idle", state="paused", reason=EVIL)
+    installation.model("limited", f"{server(2)}/generate", 2, "limited-api1", tenant_slots=1)
+    installation.model("flaky", f"{server(2)}/generate", 2, "flaky-api1", {"gpu": "A100"}, **quick)
+    installation.model("zimg", f"{server(2)}/generate", 2, "zimg-fast", {"pool": "fast"})
+    installation.model("zimg", f"{server(1)}/generate", 1, "zimg-slow", {"pool": "slow"})
+    installation.model("broken", f"{server(1)}/generate", 1, "broken-api1", max_retries=0, breaker_failures=2)
+    installation.model("idle", f"{server(1)}/generate", 1, "idle-api1")
+    installation.call("PATCH", "/admin/models/idle", state="paused", reason=EVIL)
     url = "http://127.0.0.1:9/hook"
-    it.pay("globex")
-    it.webhook = it.call("POST", "/webhooks", EVIL, url=url, description=EVIL)["webhook"]
-    it.jobs["waiting"] = it.submit("idle", EVIL, **{EVIL: EVIL})
-    it.jobs["dead1"], it.jobs["dead2"] = (it.submit("broken", fail="error", seconds=0) for _ in range(2))
-    limited = [it.submit("limited", seconds=0.8) for _ in range(3)]
-    it.jobs["limited"] = limited[-1]
-    it.jobs["retried"] = it.submit("flaky", seconds=0.1, fail="error", fail_attempts=2)
-    it.jobs["evil"] = it.submit("flaky", EVIL, prompt=EVIL, seconds=0)
+    installation.pay("globex")
+    installation.webhook = installation.call("POST", "/webhooks", EVIL, url=url, description=EVIL)["webhook"]
+    installation.jobs["waiting"] = installation.submit("idle", EVIL, **{EVIL: EVIL})
+    installation.jobs["dead1"], installation.jobs["dead2"] = (
+        installation.submit("broken", fail="error", seconds=0) for _ in range(2)
+    )
+    limited = [installation.submit("limited", seconds=0.8) for _ in range(3)]
+    installation.jobs["limited"] = limited[-1]
+    installation.jobs["retried"] = installation.submit("flaky", seconds=0.1, fail="error", fail_attempts=2)
+    installation.jobs["evil"] = installation.submit("flaky", EVIL, prompt=EVIL, seconds=0)
     for _ in range(4):
-        it.submit("zimg", "globex", {"pool": "fast"}, seconds=0.05)
-    it.jobs["slow"] = it.submit("zimg", "globex", {"pool": "slow"}, seconds=1.2)
-    it.batch = it.submit_batch(["flaky", "flaky", "idle", "idle"])
-    it.lines = it.submit_lines()
-    it.ended(it.jobs["dead2"])
-    it.jobs["broken"] = it.submit("broken", seconds=0)
+        installation.submit("zimg", "globex", {"pool": "fast"}, seconds=0.05)
+    installation.jobs["slow"] = installation.submit("zimg", "globex", {"pool": "slow"}, seconds=1.2)
+    installation.batch = installation.submit_batch(["flaky", "flaky", "idle", "idle"])
+    installation.lines = installation.submit_lines()
+    installation.ended(installation.jobs["dead2"])
+    installation.jobs["broken"] = installation.submit("broken", seconds=0)
     for name in ("limited", "retried", "evil", "slow", "broken"):
-        it.ended(it.jobs[name])
+        installation.ended(installation.jobs[name])
 
 
 # -- visitors --------------------------------------------------------------------------------------------------
@@ -198,20 +200,20 @@ def operator(chromium: Browser, installation: Installation, logged_in: Any) -> I
     context.close()
 
 
-def screens(it: Installation) -> dict[str, str]:
+def screens(installation: Installation) -> dict[str, str]:
     return {
         "overview": "/",
         "jobs": "/page/jobs",
-        "job": f"/page/jobs/{it.jobs['retried']}",
-        "waiting": f"/page/jobs/{it.jobs['waiting']}",
-        "dead-job": f"/page/jobs/{it.jobs['dead1']}",
+        "job": f"/page/jobs/{installation.jobs['retried']}",
+        "waiting": f"/page/jobs/{installation.jobs['waiting']}",
+        "dead-job": f"/page/jobs/{installation.jobs['dead1']}",
         "model": "/page/models/zimg",
         "paused-model": "/page/models/idle",
         "remove-model": "/page/remove/models/idle",
         "batches": "/page/batches",
-        "batch": f"/page/batches/{it.batch}",
-        "batch-of-lines": f"/page/batches/{it.lines}",
-        "cancel-batch": f"/page/batches/{it.batch}/cancel",
+        "batch": f"/page/batches/{installation.batch}",
+        "batch-of-lines": f"/page/batches/{installation.lines}",
+        "cancel-batch": f"/page/batches/{installation.batch}/cancel",
         "servers": "/page/servers",
         "server": "/page/servers/zimg-fast",
         "remove-server": "/page/remove/servers/zimg-fast",
@@ -221,10 +223,10 @@ def screens(it: Installation) -> dict[str, str]:
         "credits": "/page/credits?tenant=globex",
         "no-credits": "/page/credits?tenant=acme",
         "prices": "/page/prices",
-        "paid-job": f"/page/jobs/{it.jobs['slow']}",
+        "paid-job": f"/page/jobs/{installation.jobs['slow']}",
         "keys": "/page/keys?tenant=acme",
         "webhooks": "/page/webhooks",
-        "webhook": f"/page/webhooks/{it.webhook}",
+        "webhook": f"/page/webhooks/{installation.webhook}",
         "audit": "/page/audit",
         "settings": "/page/settings",
         "nothing": "/page/nothing",
@@ -233,10 +235,10 @@ def screens(it: Installation) -> dict[str, str]:
 
 @dataclass
 class Look:
-    """What one screen shows.  `violations`: axe's, by theme; `too_wide`: pixels beyond a window's width, by that."""
+    """One screen.  `violations`: axe's, by theme; `too_wide`: pixels beyond a window's width, by that width."""
 
     asked: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    console: list[str] = field(default_factory=list)
     violations: dict[str, str] = field(default_factory=dict)
     too_wide: dict[int, int] = field(default_factory=dict)
 
@@ -249,7 +251,7 @@ def walk(chromium: Browser, installation: Installation, logged_in: Any) -> dict[
     page, looks = context.new_page(), {name: Look() for name in screens(installation)}
     at = [Look()]
     page.on("request", lambda request: at[0].asked.append(request.url))
-    page.on("console", lambda message: at[0].said.append(message.text))
+    page.on("console", lambda message: at[0].console.append(message.text))
     for name, path in screens(installation).items():
         at[0] = looks[name]
         page.goto(path)
@@ -282,7 +284,7 @@ def _violations(page: Page, rules: dict[str, Any]) -> str:
     ],
     ids=["a tenant's limit", "retried twice", "a slow server", "a breaker"],
 )
-def test_why_a_job_was_slow_is_said_three_clicks_away(
+def test_the_page_of_a_job_explains_why_the_job_was_slow(
     operator: Page, installation: Installation, what: str, says: str
 ) -> None:
     operator.goto("/")
@@ -291,7 +293,7 @@ def test_why_a_job_was_slow_is_said_three_clicks_away(
     expect(operator.locator(".story")).to_contain_text(re.compile(says))
 
 
-def test_what_a_job_waits_for_now_is_said_too(operator: Page, installation: Installation) -> None:
+def test_the_page_of_a_waiting_job_explains_what_the_job_waits_for(operator: Page, installation: Installation) -> None:
     operator.goto(f"/page/jobs/{installation.jobs['waiting']}")
     expect(operator.locator(".story .lead")).to_contain_text("model 'idle' is paused by tenant 'root'")
 
@@ -423,14 +425,14 @@ def test_a_server_is_drained_with_a_reason_and_resumed(operator: Page, installat
     expect(operator.locator(".acts")).not_to_contain_text("draining")
 
 
-# -- nobody else -------------------------------------------------------------------------------------------------
+# -- other hosts -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_from_elsewhere(walk: dict[str, Look], installation: Installation) -> None:
+def test_the_page_loads_nothing_from_other_hosts(walk: dict[str, Look], installation: Installation) -> None:
     asked = {url for look in walk.values() for url in look.asked}
     assert asked and {url for url in asked if not url.startswith(installation.url + "/")} == set()
-    said = [it for look in walk.values() for it in look.said]
-    assert [it for it in said if "404" not in it] == [], "nothing of ours offends the policy"
+    messages = [message for look in walk.values() for message in look.console]
+    assert [message for message in messages if "404" not in message] == [], "no page violates the content policy"
 
 
 def test_scripts_and_styles_that_somebody_put_there_do_nothing(operator: Page) -> None:
@@ -505,6 +507,6 @@ def test_pictures_of_the_documents_are_made_here(chromium: Browser, installation
         context.close()
 
 
-def _dressed(chromium: Browser, it: Installation, state: Any, theme: Any, width: int) -> BrowserContext:
+def _dressed(chromium: Browser, installation: Installation, state: Any, theme: Any, width: int) -> BrowserContext:
     size: Any = {"width": width, "height": 760}
-    return chromium.new_context(base_url=it.url, storage_state=state, color_scheme=theme, viewport=size)
+    return chromium.new_context(base_url=installation.url, storage_state=state, color_scheme=theme, viewport=size)

@@ -49,7 +49,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 
 
 class Reader:
-    """Runs the snippets of one page in a folder of its own: one shell, one Python shell, and second terminals."""
+    """Runs the snippets of one page in a new folder, with one shell, one Python shell and second terminals."""
 
     def __init__(self, installation: Installation, folder: Path) -> None:
         self._installation, self._folder = installation, folder
@@ -140,7 +140,7 @@ class Reader:
     [page for page in PAGES if runnable(page)],
     ids=lambda page: page.name,
 )
-def test_what_a_page_tells_its_reader_to_run_succeeds(page: Path, installation: Installation, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_succeed(page: Path, installation: Installation, tmp_path: Path) -> None:
     reader = Reader(installation, tmp_path)
     with ExitStack() as stack:
         stack.callback(reader.close)

@@ -24,7 +24,7 @@ def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
 
 @pytest.fixture(scope="module", params=["redis", "classic", "quorum"])
 def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    """A town of its own, whose processes and clients meet at this broker; `broker` is its URL."""
+    """A new installation whose processes and clients use this broker."""
     env: dict[str, str] = {}
     if request.param != "redis":
         node = request.getfixturevalue("rabbitmq")

@@ -27,7 +27,7 @@ _STANDBY = {"hot_standby": "on", "wal_level": "replica", "max_wal_senders": "4"}
 
 
 class Pair:
-    """A primary and its standby, each in a folder and on a port of its own."""
+    """A primary and its standby, with separate folders and ports."""
 
     def __init__(self, folder: Path, ends: ExitStack) -> None:
         self._programs = postgres_server.prepare(folder)
@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def url(self) -> str:
-        """Of whichever of the two is the primary."""
+        """Return a URL that connects to the current primary."""
         ports = ",".join(map(str, self.ports))
         options = "target_session_attrs=read-write&sslmode=disable&gssencmode=disable&connect_timeout=2"
         return f"postgresql+psycopg://{postgres_server.USER}@/postgres?host=127.0.0.1,127.0.0.1&port={ports}&{options}"

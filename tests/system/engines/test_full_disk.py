@@ -1,4 +1,4 @@
-"""A disk that is full: what is refused, what is kept, and what goes on when there is room again."""
+"""A full disk: submits are refused, results are kept, and work resumes once space is free."""
 
 import errno
 import subprocess

@@ -16,7 +16,7 @@ from tools.cluster.stack import eventually
 
 @contextmanager
 def _full(town: Town) -> Iterator[None]:
-    """Redis takes no more memory, and has to be told the scripts again, as by another release."""
+    """Set Redis to its memory limit and remove its functions, so that clients must load them again."""
     with town.redis() as redis:
         redis.config_set("maxmemory", 1)
         redis.function_flush()

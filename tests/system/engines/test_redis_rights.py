@@ -30,6 +30,6 @@ def test_a_redis_user_with_the_rights_of_the_document_is_enough(tmp_path: Path) 
                 lambda: api.call("GET", "/health/ready").json()["status"] == "ok", "a canary came through", within_s=60
             )
             assert api.ended(api.submit("zimg", {"prompt": "a dog"}))["status"] == "completed"
-            said = stack.run([sys.executable, "-c", _BY_CELERY])
-            assert "a cat" in said and "pong" in said
+            output = stack.run([sys.executable, "-c", _BY_CELERY])
+            assert "a cat" in output and "pong" in output
             assert redis.execute_command("ACL", "LOG") == []

@@ -58,17 +58,17 @@ def _drained(relay: Relay) -> None:
     _until(is_done, "the relay's end")
 
 
-def _told(bodies: list[bytes]) -> list[tuple[int, str, str]]:
-    """(number, job, type), each once, where it came first."""
+def _unique_events(bodies: list[bytes]) -> list[tuple[int, str, str]]:
+    """Return (number, job, type) of each event once, in the order of first receipt."""
     found = [orjson.loads(body) for body in bodies]
-    return list(dict.fromkeys((int(it["id"]), it["subject"], it["type"]) for it in found))
+    return list(dict.fromkeys((int(event["id"]), event["subject"], event["type"]) for event in found))
 
 
-def _assert_whole_and_in_order(told: list[tuple[int, str, str]], database: Database, jobs: list[str]) -> None:
+def _assert_whole_and_in_order(received: list[tuple[int, str, str]], database: Database, jobs: list[str]) -> None:
     store, by_job = JobStore(database), defaultdict(list)
-    for number, job, _ in told:
+    for number, job, _ in received:
         by_job[job].append(number)
-    assert {job: by_job[job] for job in jobs} == {job: [it.id for it in store.list_events(job)] for job in jobs}
+    assert {job: by_job[job] for job in jobs} == {job: [event.id for event in store.list_events(job)] for job in jobs}
 
 
 @contextmanager
@@ -108,15 +108,15 @@ def _consumed(servers: str, count: int) -> list[bytes]:
     settings = {"bootstrap.servers": servers, "group.id": "test", "auto.offset.reset": "earliest"}
     consumer, found, until = Consumer(settings), list[Any](), time.monotonic() + _UP_S
     consumer.subscribe(["slotkeeper.events"])
-    while len({it.value() for it in found}) < count and time.monotonic() < until:  # Some are there twice.
-        found += [it for it in consumer.consume(500, 0.5) if not it.error()]
+    while len({message.value() for message in found}) < count and time.monotonic() < until:  # Some events come twice.
+        found += [message for message in consumer.consume(500, 0.5) if not message.error()]
     consumer.close()
     for message in found:
         assert message.key().decode() == orjson.loads(message.value())["partitionkey"]
     return [message.value() for message in found]
 
 
-def test_kafka_gets_all_events_each_jobs_in_order_also_when_it_did_not_answer_for_a_while(
+def test_kafka_gets_all_events_in_order_per_job_after_a_pause_of_the_broker(
     record: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("confluent_kafka")
@@ -134,11 +134,11 @@ def test_kafka_gets_all_events_each_jobs_in_order_also_when_it_did_not_answer_fo
             relay.relay_batch()
         broker.send_signal(signal.SIGCONT)
         _drained(relay)
-        _assert_whole_and_in_order(_told(_consumed(servers, 120)), record, jobs)
+        _assert_whole_and_in_order(_unique_events(_consumed(servers, 120)), record, jobs)
         sink.close()
 
 
-def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
+def test_an_unreachable_kafka_leaves_the_backlog_in_the_database(
     record: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("confluent_kafka")
@@ -151,11 +151,11 @@ def test_a_kafka_that_is_gone_leaves_the_backlog_in_the_record(
         impatient.setattr(kafka, "_TIMEOUT_S", 0.5)
         relay.relay_batch()
     assert SinkCursors(record).list_lags(["kafka"], T0)[0].events == 1
-    with _kafka(tmp_path) as (_, servers):  # Another, empty one, in its place.
+    with _kafka(tmp_path) as (_, servers):  # An empty broker replaces the first.
         relay._close()
         relay = Relay("kafka", record, kafka.KafkaSink(servers, "slotkeeper.events", {}))
         _drained(relay)
-        _assert_whole_and_in_order(_told(_consumed(servers, 1)), record, [job.id])
+        _assert_whole_and_in_order(_unique_events(_consumed(servers, 1)), record, [job.id])
 
 
 def test_kafka_skips_an_event_that_it_refuses_as_too_large_and_takes_those_after_it(
@@ -171,7 +171,7 @@ def test_kafka_skips_an_event_that_it_refuses_as_too_large_and_takes_those_after
         large = an_ended_job(store, model="m" * 1000)
         after = an_ended_job(store)
         _drained(relay)
-        _assert_whole_and_in_order(_told(_consumed(servers, 6)), record, [before.id, after.id])
+        _assert_whole_and_in_order(_unique_events(_consumed(servers, 6)), record, [before.id, after.id])
         relay._close()
     refused = [line for line in logs if line["event"] == "event_too_large"]
     assert len(refused) == len(store.list_events(large.id))
@@ -199,15 +199,15 @@ def _from_nats(url: str, count: int) -> list[bytes]:
         client = await nats.connect(url)
         subscription = await client.jetstream().pull_subscribe("slotkeeper.>", "test")
         found: list[bytes] = []
-        while (missing := count - len(set(found))) > 0:  # Some are there twice.
-            found += [it.data for it in await subscription.fetch(missing, timeout=20)]
+        while (missing := count - len(set(found))) > 0:  # Some events come twice.
+            found += [message.data for message in await subscription.fetch(missing, timeout=20)]
         await client.close()
         return found
 
     return asyncio.run(read())
 
 
-def test_nats_gets_all_events_each_jobs_in_order_also_when_it_was_killed(record: Database, tmp_path: Path) -> None:
+def test_nats_gets_all_events_in_order_per_job_after_the_broker_was_killed(record: Database, tmp_path: Path) -> None:
     pytest.importorskip("nats")
     from tasks.relay.sinks.nats import NatsSink
 
@@ -223,19 +223,19 @@ def test_nats_gets_all_events_each_jobs_in_order_also_when_it_was_killed(record:
         relay.relay_batch()
     with _nats(tmp_path, port):
         _drained(relay)
-        _assert_whole_and_in_order(_told(_from_nats(url, 120)), record, jobs)
+        _assert_whole_and_in_order(_unique_events(_from_nats(url, 120)), record, jobs)
         sink.close()
 
 
 # -- AMQP --------------------------------------------------------------------------------------------------------
 
-_RABBITMQ = "/usr/lib/rabbitmq/bin"  # Debian's own in PATH asks to be a user of its own.
+_RABBITMQ = "/usr/lib/rabbitmq/bin"  # Debian's script in PATH must run as a separate user.
 _RABBITMQ_UP_S = 120.0
 
 
 @contextmanager
 def _rabbitmq(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """A broker that keeps what it has in this folder, with an epmd of its own: each Erlang starts one that stays."""
+    """Run a broker with its data in this folder and a separate epmd: Erlang would start one that outlives it."""
     server, epmd = shutil.which("rabbitmq-server", path=_RABBITMQ), shutil.which("epmd")
     if server is None or epmd is None:
         pytest.skip("rabbitmq-server is not installed")
@@ -267,7 +267,7 @@ def _rabbitmq(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.timeout(600)
-def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_killed(
+def test_an_amqp_exchange_gets_all_events_in_order_per_job_after_the_broker_was_killed(
     record: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kombu import Connection, Queue
@@ -304,7 +304,7 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
         os.killpg(broker.pid, signal.SIGSTOP)
         jobs += some_jobs()
         monkeypatch.setattr(amqp, "_TIMEOUT_S", 1.0)
-        with pytest.raises(SinkUnavailable):  # It has got them, or will: nobody knows.
+        with pytest.raises(SinkUnavailable):  # The sink cannot tell whether the broker has received them.
             relay.relay_batch()
     with pytest.raises(SinkUnavailable):
         relay.relay_batch()
@@ -312,5 +312,5 @@ def test_an_amqp_exchange_gets_all_events_each_jobs_in_order_also_when_it_was_ki
     with _rabbitmq(tmp_path, port):
         _until(is_bound, "RabbitMQ again", _RABBITMQ_UP_S)
         _drained(relay)
-        _assert_whole_and_in_order(_told(list(bodies())), record, jobs)
+        _assert_whole_and_in_order(_unique_events(list(bodies())), record, jobs)
     sink.close()

@@ -145,8 +145,8 @@ def environment(tmp_path: Path, url: str) -> dict[str, str]:
     return given | ports | {"SLOTKEEPER_HOME": str(tmp_path / "home"), "SLOTKEEPER_REDIS_URL": url}
 
 
-@pytest.mark.timeout(300)  # Seven programs at once, each of which imports for 5 s of CPU.
-def test_the_programs_end_at_once_and_say_why(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # Seven programs start at once, and the imports of each take 5 s of CPU.
+def test_each_program_exits_at_once_and_prints_the_reason(tmp_path: Path) -> None:
     env = environment(tmp_path, "redis+cluster://127.0.0.1:7000/0")
     started = {
         name: subprocess.Popen(
@@ -159,10 +159,10 @@ def test_the_programs_end_at_once_and_say_why(tmp_path: Path) -> None:
     finally:
         for process in started.values():
             process.kill()
-    for name, (said, status) in ends.items():
+    for name, (output, status) in ends.items():
         assert status not in (0, None), name
-        assert REMEDIES["cluster"] in said.strip().splitlines()[-1], (name, said)
-        assert "Traceback" not in said, name
+        assert REMEDIES["cluster"] in output.strip().splitlines()[-1], (name, output)
+        assert "Traceback" not in output, name
 
 
 def test_a_redis_that_is_away_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def _lives_valkey(quick_folder: Path) -> Iterator[Valkey]:
 
 @pytest.fixture(scope="session")
 def lanes(_lives_valkey: Valkey, _sqlite_template: Path) -> Iterator["SimpleQueue[Lane]"]:
-    """Lanes that nobody is in, whose records are SQLite's."""
+    """Free lanes whose databases are SQLite files."""
 
     def fresh_record(home: Path) -> str:
         shutil.copy(_sqlite_template, home / "record.db")

@@ -25,7 +25,7 @@ _RUNS_FOR_S = 0.03  # a polled job
 
 
 class Oracle(Scripted):
-    """An inference server and a client's receiver in one, which remember everything."""
+    """An inference server and a client's webhook receiver in one, which record all requests."""
 
     def __init__(self) -> None:
         super().__init__(self._says)
@@ -35,8 +35,8 @@ class Oracle(Scripted):
     def clear(self) -> None:
         with self._lock:
             self.seen.clear()
-            self.asked: Counter[str] = Counter()  # job -> how often it came
-            self.runs: Counter[str] = Counter()  # job -> how often it was really run
+            self.asked: Counter[str] = Counter()  # job -> number of requests
+            self.runs: Counter[str] = Counter()  # job -> number of runs
             self.hooks: list[tuple[str, dict[str, Any]]] = []
             self.events: list[tuple[str, dict[str, Any]]] = []
             self.until: dict[str, tuple[str, float]] = {}  # remote id -> job, when it ends
@@ -47,8 +47,8 @@ class Oracle(Scripted):
         with self._lock:
             match place:
                 case "hook" | "events":
-                    told = self.hooks if place == "hook" else self.events
-                    told.append((seen.headers["webhook-id"], seen.json))
+                    received = self.hooks if place == "hook" else self.events
+                    received.append((seen.headers["webhook-id"], seen.json))
                     return answer({})
                 case "cancel":
                     return answer({"status": "not_found"}, 404)
@@ -96,7 +96,7 @@ class Ended:
 
 @dataclass
 class Aftermath:
-    """All that can be known of a case when its last life is over."""
+    """The data of a case after its last life."""
 
     home: Path
     record: str  # its URL
@@ -106,7 +106,7 @@ class Aftermath:
     log: str = ""
 
     def report(self, life: str = "last") -> dict[str, Any]:
-        """What a life said that was not cut short."""
+        """Return the report of a life that ended normally."""
         return json.loads((self.home / f"report-{life}.json").read_text())
 
 
@@ -183,7 +183,7 @@ class Lane:
 
 
 def ended(record: str, life: str, code: int) -> Ended:
-    """Look at the record as a life has left it."""
+    """Read the database after a life has ended."""
     with closing(Database(record)) as database, database.read() as connection:
         last = connection.execute(events.select().order_by(events.c.id.desc()).limit(1)).first()
         running = connection.execute(jobs.select().where(jobs.c.state == "running")).all()

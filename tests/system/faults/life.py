@@ -4,12 +4,12 @@
     python -m tests.system.faults.life recover    # starts nothing new, brings to an end what is there
     python -m tests.system.faults.life nursery    # forks a life for each line, and imports once
 
-Runs live in a worker's loop, from messages that went through the broker, or handed on.  There is one pair of hands, so
-what is passed is passed in much the same order in every life.  A worker that falls
-silent, a Redis that is emptied, and a client that asks again after no answer are part of the story.
+Runs live in a worker's loop, from messages that went through the broker, or handed on.  One thread does all work, so
+every life passes the crash points in nearly the same order.  The story includes a silent worker, an emptied Redis, and
+a client that repeats a request after no response.
 
-What a life leaves for others: `asked` and `told`, one line for each job before and after its submit; `emptied`, the
-last event before Redis was; and if it was not cut short, `report-<name>.json`.
+A life leaves files for others: `asked` and `told`, one line for each job before and after its submit; `emptied`, the
+last event before Redis was emptied; and after a normal end, `report-<name>.json`.
 """
 
 import json
@@ -128,13 +128,13 @@ class Hands:
 
 
 class Life:
-    """One process's life.  `name` makes the ids of its jobs unlike those of any other."""
+    """The life of one process.  `name` makes the ids of its jobs unique."""
 
     def __init__(self, name: str, home: Path, url: str) -> None:
         self.name, self.home, self.url = name, home, url
         self.dispatcher = services.dispatcher()
         self.deliveries = hooks.make_delivery_loop(services.database())
-        # One that all lives go by, or each would wait until the time of the one before is over.
+        # All lives share one holder: else each would wait until the lease of the former expires.
         self.relays = relay.make_relays(services.database(), EventSettings(), holder="life")
         self._prepare()
         self.hands = Hands()
@@ -143,7 +143,7 @@ class Life:
     # -- acts ------------------------------------------------------------------------------------------------
 
     def submit(self, what: str, payload: dict[str, Any], model: str = SYNC, **more: Any) -> str:
-        """Ask for a job, as a client that writes down what it asks and what it is told."""
+        """Submit a job, as a client that logs its request and the response."""
         wish = {"id": f"{self.name}-{what}", "model": model, "payload": payload, **more}
         self._note("asked", wish)
         self._say_room()  # Or, if the last report has run out, no wake-up is sent, and the next end hands the job over.
@@ -151,9 +151,9 @@ class Life:
         return str(wish["id"])
 
     def ask_again(self) -> None:
-        """A client that was not answered asks again, under the same id."""
-        told = read_lines(self.home / "told")
-        answered, received = {line["id"] for line in told}, Counter(line.get("batch") for line in told)
+        """Repeat each request that got no response, under the same id."""
+        accepted = read_lines(self.home / "told")
+        answered, received = {line["id"] for line in accepted}, Counter(line.get("batch") for line in accepted)
         for wish in read_lines(self.home / "asked"):
             if "batch" in wish and received[wish["batch"]] < wish["first"] + wish["count"]:
                 self._send_lines(wish)
@@ -161,7 +161,7 @@ class Life:
                 self._ask(wish)
 
     def batch(self) -> None:
-        """A client sends the lines of a batch in two requests; the batch is paused before they run, and goes on."""
+        """Send the lines of a batch in two requests, pause the batch before they run, and resume it."""
         for first, lines in ((0, 2), (2, 1)):
             self._note("asked", wish := {"batch": f"{self.name}-batch", "first": first, "count": lines})
             self._say_room()
@@ -185,20 +185,20 @@ class Life:
         return services.batches().create(new, key, "")[0]
 
     def _resume_batches(self) -> None:
-        """Let all batches go on: who has paused one may have died."""
+        """Resume all batches: the life that paused one may have died."""
         for batch in services.batches().list_unfinished():
             if batch.is_paused:
                 batch_control.set_paused(self.dispatcher, services.batches(), batch, False, 10)
 
     def abandon(self, job_id: str) -> None:
-        """Another worker begins the job and is never heard of again."""
+        """Let another worker begin the job and then fall silent."""
         headers, (args, *_) = self._come_to(job_id)
         offer = offer_messages.read_offer(job_id, args, headers)
         assert offer is not None
         begin_run(self.dispatcher, offer, new_lease_owner("silent"))
 
     def hand_back(self, job_id: str) -> None:
-        """This worker is told to stop when it has just begun the job."""
+        """Stop this worker just after it has begun the job."""
         found, heartbeat = self._come_to(job_id), this_worker().heartbeat
         add = heartbeat.add
 
@@ -211,7 +211,7 @@ class Life:
             self.hands.do(*found)
 
     def linger(self, hook: str) -> None:
-        """A job is canceled while its server runs it, and the server goes on, however busy the machine is."""
+        """Cancel a job while its server runs it, so that the server goes on, even on a busy machine."""
         for n in count():
             job_id = self.submit(f"lingering{n}", {"do": "ok", "seconds": 0.6}, ASYNC, callback_url=hook)
             self._cancel_at_server(job_id)
@@ -234,7 +234,7 @@ class Life:
             self.hands.do(*found)
 
     def push(self, job_id: str) -> None:
-        """Its worker falls silent, its server runs it and tells the end by itself."""
+        """Let the job's worker fall silent and its server run the job and push the end."""
         self.abandon(job_id)
         request = Request(f"{self.url}/{SYNC}", b'{"do": "ok"}', {"X-Job-Id": job_id})
         with urlopen(request, timeout=10) as answer:
@@ -246,7 +246,7 @@ class Life:
         server_push.apply_push(job, outcome)
 
     def forget(self, hook: str) -> None:
-        """A worker falls silent, and its server is asked before the lease has run out, however busy the machine is."""
+        """Let a worker fall silent and check its server before the lease expires, even on a busy machine."""
         for n in count():
             self.abandon(job_id := self.submit(f"forgotten{n}", {"do": "ok"}, callback_url=hook))
             _pause(_SILENT_S)
@@ -257,7 +257,7 @@ class Life:
             self.recover()
 
     def _come_to(self, job_id: str) -> tuple[dict[str, Any], Any]:
-        """Do what comes before the job's wake-up, and answer that.  Raises TimeoutError."""
+        """Process all messages before the job's wake-up, and return the wake-up.  Raises TimeoutError."""
         end = time.monotonic() + _QUIET_WITHIN_S
         while (found := self.hands.next()) is None or found[0]["id"] != job_id:
             if time.monotonic() > end:
@@ -370,7 +370,7 @@ class Life:
         services.scripts().redis.flushdb()
 
     def _leave_something_old(self) -> None:
-        """A job that ended longer ago than anything is kept."""
+        """Store a job that ended before the retention time began."""
         store, then = self.dispatcher.store, now_ms() - _LONG_AGO_MS
         store.submit([NewJob(id=f"{self.name}-old", model=SYNC, payload="{}")], then)
         store.cancel_waiting(f"{self.name}-old", then)
@@ -378,7 +378,7 @@ class Life:
     # -- the rest --------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """The server and its models, and an open room, if this is the first life of all."""
+        """Register the server and its models, and open the queue, in the first life."""
         while not (self.home / "asked").exists():
             with suppress(DatabaseUnavailable):  # Many lives begin at once: there may be no time left to connect.
                 self._register_all()
@@ -395,14 +395,14 @@ class Life:
         rebuild.refresh_fleet(self.dispatcher, SYNC)
 
     def _open_account(self) -> None:
-        """Let all jobs cost something, from the first on; the grant is enough for all."""
+        """Set a price for all jobs; the grant pays for all of them."""
         tenant, accounts = LOCAL_IDENTITY.tenant.name, services.credit_accounts()
         set_prices(services.database(), [Price(None, "", 1_000_000, 10)], now_ms())
         accounts.open(tenant, 0, None, now_ms())
         accounts.act(tenant, Act("grant", GRANTED, "for all lives", "first"), now_ms())
 
     def _add_receiver(self) -> None:
-        """A webhook of the tenant, which is told of everything."""
+        """Add a webhook of the tenant that receives all events."""
         all_of_them = Subscriptions(services.database())
         if not all_of_them.list_of_tenant():
             id_ = new_id()
@@ -451,7 +451,9 @@ class Life:
             "taken": room.taken,
             "waiting": room.waiting,
             "leases": len(self.dispatcher.leases.list_all([SYNC])[SYNC]),
-            "findings": sorted(f"{it.check} {it.subject}" for it in passes.find_violations(self.dispatcher, {})),
+            "findings": sorted(
+                f"{violation.check} {violation.subject}" for violation in passes.find_violations(self.dispatcher, {})
+            ),
             "passed": {point: _COUNTS_ONLY - left for point, left in crash_points._left.items() if left < _COUNTS_ONLY},
         }
         (self.home / f"report-{self.name}.json").write_text(json.dumps(found))
@@ -464,7 +466,7 @@ def live(step: str) -> None:
     hooks._FIND_PERIOD_S = 0.0
     message_delivery._FIRST_RETRY_MS = 100
     notifications.NOTIFY_AFTER_MS = 50
-    results.ResultNotifier.put = lambda self, owed: self.notify([owed])  # type: ignore[method-assign]  # one pair of hands
+    results.ResultNotifier.put = lambda self, notification: self.notify([notification])  # type: ignore[method-assign]  # one pair of hands
     server_report.MIN_AGE_MS = 0
     run_health._REPORT_DELAY_S = 0.0
     life = Life(os.environ["LIFE_NAME"], home, os.environ["LIFE_SERVER"])

@@ -1,8 +1,8 @@
-"""A process may die anywhere: at every crash point, at every pair of them, whatever is found is brought to its end.
+"""A process may die at every crash point and every pair of them: recovery brings all jobs to their ends.
 
 Each case lives one life after another on one database and one Redis (life.py).  All but the last die by SIGKILL at a
 crash point, so the second dies while it cleans up after the first, or in its own story.  The last
-starts nothing new.  What is then in the record, in Redis, at the inference server and at the client is compared.
+starts no new job.  Then the test compares the database, Redis, the inference server and the client.
 
     SLOTKEEPER_ALL_PAIRS=1 pytest tests/system/faults/test_crash_points.py     # all pairs instead of a sample
 """
@@ -115,7 +115,7 @@ def _lived(lanes: "SimpleQueue[Lane]", quick_folder: Path) -> Iterator[Aftermath
 
 @pytest.fixture
 def whole_life(_lived: Aftermath, tmp_path: Path) -> Aftermath:
-    """A life that nothing cut short, to be altered at will."""
+    """A copy of a life without a crash, which a test may change."""
     shutil.copytree(_lived.home, tmp_path / "home")
     oracle = SimpleNamespace(
         runs=_lived.oracle.runs.copy(),
@@ -127,7 +127,7 @@ def whole_life(_lived: Aftermath, tmp_path: Path) -> Aftermath:
     return replace(_lived, home=home, record=f"sqlite:///{home / 'record.db'}", oracle=cast(Oracle, oracle))
 
 
-# -- plants, to test the rules -----------------------------------------------------------------------------------
+# -- planted faults, to test the rules ---------------------------------------------------------------------------
 
 
 def a_lost_job(case: Aftermath) -> str:
@@ -179,9 +179,9 @@ def a_slot_that_held_two(case: Aftermath) -> str:
     return "runs at once"
 
 
-def an_end_that_nobody_was_told(case: Aftermath) -> str:
+def an_end_that_was_not_notified(case: Aftermath) -> str:
     case.oracle.hooks.pop()
-    return "was owed and never told"
+    return "was expected and never sent"
 
 
 def a_step_that_was_not_sent(case: Aftermath) -> str:
@@ -189,20 +189,20 @@ def a_step_that_was_not_sent(case: Aftermath) -> str:
     return "follows life0-task and was never sent"
 
 
-def a_message_that_nobody_owed(case: Aftermath) -> str:
+def an_unexpected_message(case: Aftermath) -> str:
     case.oracle.hooks.append(("msg_forged", {}))
-    return "is not owed"
+    return "is not expected"
 
 
-def an_event_that_a_webhook_was_not_told(case: Aftermath) -> str:
-    told = case.oracle.events.pop()[0]
-    case.oracle.events[:] = [it for it in case.oracle.events if it[0] != told]
-    return "no webhook was told of it"
+def an_event_that_a_webhook_did_not_get(case: Aftermath) -> str:
+    removed = case.oracle.events.pop()[0]
+    case.oracle.events[:] = [event for event in case.oracle.events if event[0] != removed]
+    return "no webhook got it"
 
 
-def events_that_were_told_in_another_order(case: Aftermath) -> str:
+def events_that_were_sent_in_another_order(case: Aftermath) -> str:
     case.oracle.events.reverse()
-    return "before what came before it"
+    return "sent before an earlier event of the job"
 
 
 def a_turn_that_was_taken(case: Aftermath) -> str:
@@ -231,11 +231,11 @@ PLANTS = [
     credits_that_were_lost,
     a_job_that_ran_twice,
     a_slot_that_held_two,
-    an_end_that_nobody_was_told,
+    an_end_that_was_not_notified,
     a_step_that_was_not_sent,
-    a_message_that_nobody_owed,
-    an_event_that_a_webhook_was_not_told,
-    events_that_were_told_in_another_order,
+    an_unexpected_message,
+    an_event_that_a_webhook_did_not_get,
+    events_that_were_sent_in_another_order,
     a_turn_that_was_taken,
     a_job_that_was_never_booked,
     a_slot_that_stayed_taken,
@@ -258,8 +258,8 @@ def test_a_life_without_a_crash_does_everything_once_and_passes_every_point(whol
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_what_is_planted_is_found(whole_life, plant):
-    """The rules below are rules that can be broken: each of these breaks one, and is found by its own words."""
+def test_each_planted_fault_is_found(whole_life, plant):
+    """Each planted fault breaks one of the rules below, and the problems name it in the fault's own words."""
     assert problems(whole_life) == []
     words = plant(whole_life)
     assert [problem for problem in problems(whole_life) if words in problem] != []
@@ -314,7 +314,7 @@ def test_the_points_work_in_a_process_of_its_own_by_the_environment_alone(lanes,
 
 def _expect_deaths_and_no_problem(cases: Cases, case: Case) -> None:
     aftermath, found = cases.ask(case).result()
-    died = [it.code for it in aftermath.ended[:-1]]
+    died = [life.code for life in aftermath.ended[:-1]]
     assert died == [-signal.SIGKILL] * len(case), f"a point was not reached: {died}\n{aftermath.log}"
     assert found == [], aftermath.log
 
@@ -323,28 +323,28 @@ def _expect_deaths_and_no_problem(cases: Cases, case: Case) -> None:
 
 
 def problems(case: Aftermath) -> list[str]:
-    """Everything that is wrong after a case's last life; empty: nothing was lost, doubled or left behind."""
+    """Return all violations after a case's last life; an empty list: no job was lost, doubled or left behind."""
     if case.ended[-1].code != 0:
         return [f"the last life ended with {case.ended[-1].code}"]
     with closing(Database(case.record)) as database:
         store = JobStore(database)
         found = {job.id: job for job in job_list.find_jobs(store.database, limit=1000)}
-        trails = {it: [event for event in store.list_events(it) if event.type in STEPS] for it in found}
+        timelines = {job: [event for event in store.list_events(job) if event.type in STEPS] for job in found}
         return [
             *_lost(case, found),
-            *(problem for job in found.values() for problem in _illegal(job, trails[job.id])),
+            *(problem for job in found.values() for problem in _illegal(job, timelines[job.id])),
             *_doubled(case, found),
-            *_untold(case, database, found),
-            *_events_untold(case, database, found),
+            *_wrong_messages(case, database, found),
+            *_wrong_events(case, database, found),
             *_broken_chains(case, found),
-            *_out_of_order(case, found, trails),
+            *_out_of_order(case, found, timelines),
             *_miscounted(database, found),
             *_left_behind(case, database),
         ]
 
 
 def _lost(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
-    """What was answered is there, and everything that is there has ended."""
+    """Each accepted job is in the database, and each job there has ended."""
     for line in read_lines(case.home / "told"):
         if line["id"] not in found:
             yield f"{line['id']} was accepted and is lost"
@@ -370,10 +370,10 @@ def _illegal(job: Job, trail: list[Event]) -> Iterator[str]:
             spent[Budget.FAILURES] = spent[Budget.CRASHES] = 0
         state = edge.to
         spent[edge.costs] += 1
-    stands = (job.state, job.attempt, job.waits, job.failures, job.crashes)
-    told = (state, starts, spent[Budget.WAITS], spent[Budget.FAILURES], spent[Budget.CRASHES])
-    if stands != told:
-        yield f"{job.id} stands at {stands}, its events say {told}"
+    stored = (job.state, job.attempt, job.waits, job.failures, job.crashes)
+    expected = (state, starts, spent[Budget.WAITS], spent[Budget.FAILURES], spent[Budget.CRASHES])
+    if stored != expected:
+        yield f"{job.id} stands at {stored}, its events say {expected}"
 
 
 def _miscounted(database: Database, found: dict[str, Job]) -> Iterator[str]:
@@ -397,7 +397,7 @@ def _miscounted(database: Database, found: dict[str, Job]) -> Iterator[str]:
 def _doubled(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
     """A run is repeated only if its process died under it, and never if the server's own id was known."""
     for job in found.values():
-        may_repeat = sum(job.id in it.running and it.running[job.id] is None for it in case.ended[:-1])
+        may_repeat = sum(job.id in life.running and life.running[job.id] is None for life in case.ended[:-1])
         runs = case.oracle.runs[job.id]
         if runs > 1 + may_repeat:
             yield f"{job.id} ran {runs} times, and {may_repeat} deaths explain a repetition"
@@ -407,57 +407,59 @@ def _doubled(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
         yield f"{case.oracle.most_at_once} runs at once on {SLOTS} slots"
 
 
-def _events_untold(case: Aftermath, database: Database, found: dict[str, Job]) -> Iterator[str]:
-    """HOOK-1: a tenant's webhook is told each transition at least once, and those of a job in their order."""
+def _wrong_events(case: Aftermath, database: Database, found: dict[str, Job]) -> Iterator[str]:
+    """HOOK-1: a tenant's webhook gets each transition at least once, and those of a job in their order."""
     with database.read() as connection:
         (first,) = connection.execute(select(receivers.c.after_event)).scalars()
         later = select(events).where(events.c.id > first, events.c.type.in_(STEPS))
         happened = connection.execute(later.order_by(events.c.id)).all()
-    heard: dict[str, int] = {}
+    received: dict[str, int] = {}
     for place, (message, _) in enumerate(case.oracle.events):
-        heard.setdefault(message, place)
+        received.setdefault(message, place)
     last: dict[str, int] = {}
-    for event in (it for it in happened if it.job_id in found):
-        place = heard.get(message_id(event.id, event.at_ms))
+    for event in (event for event in happened if event.job_id in found):
+        place = received.get(message_id(event.id, event.at_ms))
         if place is None:
-            yield f"{event.job_id} {event.type}: no webhook was told of it"
+            yield f"{event.job_id} {event.type}: no webhook got it"
         elif place < last.get(event.job_id, -1):
-            yield f"{event.job_id} {event.type}: told before what came before it"
+            yield f"{event.job_id} {event.type}: sent before an earlier event of the job"
         else:
             last[event.job_id] = place
 
 
-def _untold(case: Aftermath, database: Database, found: dict[str, Job]) -> Iterator[str]:
-    """HOOK-1: each end is told at least once, under one id, and nothing else is told."""
+def _wrong_messages(case: Aftermath, database: Database, found: dict[str, Job]) -> Iterator[str]:
+    """HOOK-1: each end is sent at least once, under one id, and no other message is sent."""
     with database.read() as connection:
         ended = select(events).join(jobs, jobs.c.id == events.c.job_id).where(jobs.c.callback_url.is_not(None))
         rows = connection.execute(ended.where(events.c.type.in_(_ENDS))).all()
         left = connection.execute(select(messages).where(messages.c.receiver == messages.c.job_id)).all()
-    owed = {ends.make_message_id(row.job_id, ends.make_end_number(row.attempt, _ENDS[row.type])) for row in rows}
-    heard = dict(case.oracle.hooks)
-    yield from (f"{webhook} was owed and never told" for webhook in owed - heard.keys())
-    yield from (f"{webhook} was told and is not owed" for webhook in heard.keys() - owed)
+    expected = {ends.make_message_id(row.job_id, ends.make_end_number(row.attempt, _ENDS[row.type])) for row in rows}
+    received = dict(case.oracle.hooks)
+    yield from (f"{webhook} was expected and never sent" for webhook in expected - received.keys())
+    yield from (f"{webhook} was sent and is not expected" for webhook in received.keys() - expected)
     yield from (f"the message of {row.job_id} is {row.state}" for row in left)
     for job in found.values():
-        message = heard.get(f"msg_{job.id}_{job.attempt}_{job.state}")
+        message = received.get(f"msg_{job.id}_{job.attempt}_{job.state}")
         if job.callback_url and (message is None or (message["job_id"], message["status"]) != (job.id, job.state)):
-            yield f"{job.id}: the client was told {message}"
+            yield f"{job.id}: the client got {message}"
 
 
 def _broken_chains(case: Aftermath, found: dict[str, Job]) -> Iterator[str]:
-    """The next step of a chain is there, whatever died after the end of the step before."""
+    """The next step of a chain exists, even if a process died after the end of the former step."""
     for wish in (wish for wish in read_lines(case.home / "asked") if "batch" not in wish):
         if wish["id"] in found and "next" in wish and wish["next"] not in found:
             yield f"{wish['next']} follows {wish['id']} and was never sent"
 
 
-def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list[Event]]) -> Iterator[str]:
+def _out_of_order(case: Aftermath, found: dict[str, Job], timelines: dict[str, list[Event]]) -> Iterator[str]:
     """ORDER-1, by the numbers of the offers, among first starts that nothing has disturbed: no death, no emptied
     Redis, no delay, no offer that was made again."""
-    breaks = [it.last_event for it in case.ended] + [line["last_event"] for line in read_lines(case.home / "emptied")]
+    breaks = [life.last_event for life in case.ended] + [
+        line["last_event"] for line in read_lines(case.home / "emptied")
+    ]
     undisturbed: dict[tuple[str, int, int], list[tuple[int, int, str]]] = {}
     for job in found.values():
-        trail = trails[job.id]
+        trail = timelines[job.id]
         first = next((event for event in trail if event.type == EVENT_TYPES[State.RUNNING]), None)
         if first is None or trail[1] is not first or not first.data["offer"]:
             continue
@@ -471,7 +473,7 @@ def _out_of_order(case: Aftermath, found: dict[str, Job], trails: dict[str, list
 
 
 def _left_behind(case: Aftermath, database: Database) -> Iterator[str]:
-    """JOB-3, QUEUE-1, LEASE-1, SLOT-2: the books balance, the room is empty, every slot is free."""
+    """JOB-3, QUEUE-1, LEASE-1, SLOT-2: the ledger balances, the queue is empty, every slot is free."""
     if not ledger.read(database).balanced:
         yield f"the ledger does not balance: {ledger.read(database)}"
     report = case.report()

@@ -1,4 +1,4 @@
-"""Deadlines and cancels: whatever a job is doing, it ends within a second, exactly once, and its server is told."""
+"""Deadlines and cancels: a job in any state ends within a second and exactly once, and its server is notified."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,27 +55,27 @@ def _polled(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
 
 
 def _resumable(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    """Handed back by its worker, its server goes on with it, nobody has taken it up."""
+    """A job that its worker handed back, that its server still runs, and that no worker has resumed."""
     job_id, task = _polled(stage, **changes)
     assert task is not None and hand_back(stage.dispatcher, task)
     return job_id, None
 
 
 STATES = [_waiting, _delayed, _offered, _running, _polled, _resumable]
-in_every_state = pytest.mark.parametrize("begun", [pytest.param(it, id=it.__name__[1:]) for it in STATES])
+in_every_state = pytest.mark.parametrize("begun", [pytest.param(state, id=state.__name__[1:]) for state in STATES])
 Begun = Callable[..., tuple[str, ActiveRun | None]]
 
 
 def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) -> None:
-    """Ended once, and whoever still has to do with it can change nothing."""
+    """Check that the job has ended once, and that its worker and maintenance cannot change it any more."""
     if task is not None:
-        assert stage.renewal(task) is Renewal.CANCEL, "its worker is told, and tells the server"
+        assert stage.renewal(task) is Renewal.CANCEL, "the worker gets the cancel and passes it to the server"
         assert stage.settle(task).moved is None
     stage.later(OFFER_MS)
     passes.reap(stage.dispatcher)
     assert stage.state(job_id) is state
     assert _ends(stage.store.list_events(job_id)) == [f"job.{state}"]
-    assert [told for told in stage.told.ends if told[0] == job_id] == [(job_id, state)]
+    assert [end for end in stage.told.ends if end[0] == job_id] == [(job_id, state)]
     assert job_id not in stage.room.waiting() and job_id not in stage.room.taken().values()
 
 

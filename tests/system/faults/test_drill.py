@@ -23,7 +23,7 @@ OUTSIDE = ("cuts", "delays", "receivers", "deadlines")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Its folder is made below `tmp_path`, by which its processes are known."""
+    """An environment whose TMPDIR is `tmp_path`, so that the test finds the drill's processes by their folder."""
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
@@ -84,16 +84,18 @@ def test_a_short_drill_of_the_world_outside_on_postgresql_breaks_nothing(
         assert processes_of(Path(folder)) == []
 
 
-@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_drill_leaves_no_process_and_no_files(
-    told: signal.Signals, tmp_path: Path, environment: dict[str, str]
+    signal_number: signal.Signals, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     drill = subprocess.Popen([*DRILL, *SHORT], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert drill.stdout is not None
-        assert drill.stdout.readline().startswith("seed 5: ")  # and how many jobs, by what can be done here
+        assert drill.stdout.readline().startswith(
+            "seed 5: "
+        )  # the rest is the number of jobs, which depends on the machine
         wait_until(lambda: len(processes_of(tmp_path)) > 8, "everything runs", 30)
-        drill.send_signal(told)
+        drill.send_signal(signal_number)
         assert drill.wait(30) == 130
     finally:
         drill.kill()

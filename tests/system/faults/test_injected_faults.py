@@ -1,4 +1,4 @@
-"""What faults do to a stack of which only that stands which they are about."""
+"""Effects of faults on a stack in which only the affected part is real."""
 
 import base64
 import re
@@ -127,7 +127,7 @@ def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Clust
 
 
 def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
-    """Once the replica has heard all."""
+    """Inject the fault once the replica has received all writes."""
     found: list[fault_injection.Undo] = []
 
     def strikes() -> bool:
@@ -178,9 +178,9 @@ def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.Monkey
             worker.psubscribe("*celery.pidbox*")
             assert worker.get_message(timeout=5)
             ACTS[Kind.REVOKES](cast(Cluster, stack), fault(Kind.REVOKES, "jobs"))()
-            heard: list[Any] = []
-            wait_until(lambda: heard or heard.extend(filter(None, [worker.get_message(timeout=0.1)])))
-        assert b"j1" in base64.b64decode(orjson.loads(heard[0]["data"])["body"])
+            messages: list[Any] = []
+            wait_until(lambda: messages or messages.extend(filter(None, [worker.get_message(timeout=0.1)])))
+        assert b"j1" in base64.b64decode(orjson.loads(messages[0]["data"])["body"])
     assert stack.revoked == {"j1", "j2"}
 
 
@@ -251,7 +251,10 @@ def test_an_operator_changes_something_and_undoes_it(
 
 def _asked(api: Api, for_: tuple[str, str, str | None, Any]) -> bool:
     method, path, field, value = for_
-    return any((it[0], it[1]) == (method, path) and (field is None or it[2].get(field) == value) for it in api.asked)
+    return any(
+        (request[0], request[1]) == (method, path) and (field is None or request[2].get(field) == value)
+        for request in api.asked
+    )
 
 
 def test_a_policy_is_another_one_and_then_that_of_before(stack: Cluster, api: Api) -> None:

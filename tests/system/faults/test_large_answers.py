@@ -1,4 +1,4 @@
-"""A large answer disturbs no other run of its worker, and reaches whoever waits for it."""
+"""A large answer disturbs no other run of its worker, and reaches the client that waits for it."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_jobs_start_and_end_beside_an_answer_of_20_mb_of_small_lists(httpserver:
     assert ended_beside >= 2, "others ended while it was read"
 
 
-def test_a_client_of_celery_gets_a_large_result_which_another_process_tells(httpserver: HTTPServer, town: Town) -> None:
+def test_a_celery_client_gets_a_large_result_from_another_process(httpserver: HTTPServer, town: Town) -> None:
     (worker,) = town.crew(1)
     model = _many_lists(httpserver, town, 2)
     assert json.loads(town.stack.run_with_input(_WAITS, model)) == 666_667

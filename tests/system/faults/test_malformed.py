@@ -1,4 +1,4 @@
-"""No message, whatever it is, ends a worker or is read twice; honest ones before and after it are answered."""
+"""No message ends a worker or is read twice; valid messages before and after it get results."""
 
 import base64
 import json
@@ -112,7 +112,7 @@ RAW = {
 
 
 def _in_hands(town: Town) -> set[bytes]:
-    """Messages that somebody has taken and not acknowledged; a worker that was killed leaves some for an hour."""
+    """Return the messages that workers have taken and not acknowledged; a killed worker leaves some for an hour."""
     with town.redis() as redis:
         return set(redis.hkeys("unacked"))
 
@@ -147,7 +147,7 @@ def test_no_broadcast_ends_a_worker(town: Town, bare: Celery) -> None:
     town.crew(0)
     worker = town.hire()
     with town.redis() as redis:
-        for raw in RAW.values():  # Celery subscribes anew after some of them.
+        for raw in RAW.values():  # Celery subscribes again after some of them.
             eventually(lambda raw=raw: redis.publish(_BROADCASTS, raw), "it listens")
     honest = bare.send_task("infer", args=[town.model(), {"prompt": "honest", "seconds": 0.01}])
     assert honest.get(timeout=60)["prompt"] == "honest"
@@ -156,7 +156,7 @@ def test_no_broadcast_ends_a_worker(town: Town, bare: Celery) -> None:
 
 
 @pytest.mark.parametrize("body", [[], [[], {}], ["x", {}, {}], [[], [], {}]], ids=str)
-def test_who_waits_for_a_message_that_is_no_task_is_told(town: Town, bare: Celery, body: Any) -> None:
+def test_the_client_of_a_message_that_is_no_task_gets_an_error(town: Town, bare: Celery, body: Any) -> None:
     town.crew(1)
     job_id = f"no-task-{abs(hash(str(body)))}"
     with town.redis() as redis:
@@ -165,7 +165,7 @@ def test_who_waits_for_a_message_that_is_no_task_is_told(town: Town, bare: Celer
         bare.AsyncResult(job_id).get(timeout=60)
 
 
-def test_who_waits_for_what_follows_an_unknown_task_is_told(town: Town, bare: Celery) -> None:
+def test_the_client_of_a_job_after_an_unknown_task_gets_an_error(town: Town, bare: Celery) -> None:
     town.crew(1)
     following = bare.signature("infer", args=("zimg", {}), immutable=True).set(task_id="after-an-unknown-task")
     bare.send_task("nobody.knows.it", chain=[following])

@@ -92,7 +92,7 @@ def _settle(stage: Stage) -> Act:
     ("prepared", "writes"),
     [(_submit, 1), (_submit, 3), (_submit, 6), (_start, 1), (_settle, 1), (_settle, 3), (_settle, 6)],
 )
-def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
+def test_a_redis_that_dies_in_the_middle_of_a_script_applies_none_of_its_writes(
     stage: Stage, kept: Valkey, monkeypatch: pytest.MonkeyPatch, prepared: Callable[[Stage], Act], writes: int
 ) -> None:
     stage.register(2 if prepared is _submit else 1)
@@ -108,11 +108,11 @@ def test_a_redis_that_dies_in_the_middle_of_a_script_has_done_nothing_of_it(
     kept.kill()
     kept.start()
     with suppress(RedisError):
-        stage.redis.ping()  # by a connection that is no more
+        stage.redis.ping()  # over the closed connection
 
     assert stage.room.dump() == before
-    stage.told.offers.clear()  # the broker was in there, too
-    for _ in range(2):  # what was offered or held until now, then what was offered for it
+    stage.told.offers.clear()  # the killed Redis was the broker, too
+    for _ in range(2):  # first the old offers and leases expire, then the offers that replaced them
         stage.later(LEASE_MS)
         passes.reap(stage.dispatcher)
         passes.reconcile(stage.dispatcher)

@@ -1,4 +1,4 @@
-"""What Celery's clients wait for is owed in the record until they have been told: after any death, after any outage."""
+"""The database holds a notification for each Celery client until it is sent, after any crash and any outage."""
 
 import threading
 from collections.abc import Iterator
@@ -23,115 +23,121 @@ from tests.support.town import Town, started_town
 from tools.cluster.stack import eventually
 from tools.cluster.valkey_process import Valkey
 
-# -- the record ------------------------------------------------------------------------------------------------
+# -- the database ----------------------------------------------------------------------------------------------
 
 FINAL = [State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELED, State.DEAD]
 
 
 @pytest.fixture
-def owed(database: Database) -> ResultNotifications:
+def notifications(database: Database) -> ResultNotifications:
     return ResultNotifications(database)
 
 
-def _due(owed: ResultNotifications, now_ms: int) -> list[str]:
-    return [telling.job_id for telling in owed.claim_due(now_ms, 100)]
+def _due(notifications: ResultNotifications, now_ms: int) -> list[str]:
+    return [notification.job_id for notification in notifications.claim_due(now_ms, 100)]
 
 
 @pytest.mark.parametrize("state", FINAL)
-def test_every_end_of_a_job_that_came_by_celery_is_owed(
-    store: JobStore, owed: ResultNotifications, state: State
+def test_every_end_of_a_celery_job_stores_a_notification(
+    store: JobStore, notifications: ResultNotifications, state: State
 ) -> None:
     job = an_ended_job(store, state, envelope="{}")
-    assert _due(owed, T0 + NOTIFY_AFTER_MS) == [job.id]
+    assert _due(notifications, T0 + NOTIFY_AFTER_MS) == [job.id]
 
 
-def test_an_end_before_the_start_is_owed(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_job_canceled_before_its_start_stores_a_notification(
+    store: JobStore, notifications: ResultNotifications
+) -> None:
     job = a_queued_job(store, envelope="{}")
     moved = store.cancel_waiting(job.id, T0, JobError("canceled", "so"))
     assert moved is not None and moved.notification_id is not None
-    assert owed.is_pending(moved.notification_id)
+    assert notifications.is_pending(moved.notification_id)
 
 
-def test_a_job_that_came_by_another_way_owes_nothing(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_job_of_another_source_stores_no_notification(store: JobStore, notifications: ResultNotifications) -> None:
     run = a_running_job(store)
     moved = store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}")
     assert moved is not None and moved.notification_id is None
-    assert _due(owed, T0 + 3600 * SECOND) == []
+    assert _due(notifications, T0 + 3600 * SECOND) == []
 
 
-def test_whoever_ended_a_job_tells_it_before_anybody_else_looks(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_new_notification_is_not_due_before_the_delay(store: JobStore, notifications: ResultNotifications) -> None:
     an_ended_job(store, envelope="{}")
-    assert _due(owed, T0 + NOTIFY_AFTER_MS - 1) == []
+    assert _due(notifications, T0 + NOTIFY_AFTER_MS - 1) == []
 
 
-def test_what_was_told_is_owed_no_more(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_deleted_notification_is_never_due_again(store: JobStore, notifications: ResultNotifications) -> None:
     an_ended_job(store, envelope="{}")
-    (telling,) = owed.claim_due(T0 + NOTIFY_AFTER_MS, 100)
-    owed.delete([telling.id])
-    assert not owed.is_pending(telling.id)
-    assert _due(owed, T0 + 3600 * SECOND) == []
+    (notification,) = notifications.claim_due(T0 + NOTIFY_AFTER_MS, 100)
+    notifications.delete([notification.id])
+    assert not notifications.is_pending(notification.id)
+    assert _due(notifications, T0 + 3600 * SECOND) == []
 
 
-def test_where_nothing_is_due_nothing_is_written(database, monkeypatch) -> None:
-    """It is asked every five seconds, and a write waits for the disk."""
+def test_a_claim_without_due_notifications_writes_nothing(database, monkeypatch) -> None:
+    """The claim runs every five seconds, and a write waits for the disk."""
     monkeypatch.setattr(Database, "write", lambda *_, **__: pytest.fail("a write"))
     assert ResultNotifications(database).claim_due(T0, 100) == []
 
 
-def test_what_was_claimed_falls_due_again_and_later_each_time(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_claimed_notification_is_due_again_after_a_growing_delay(
+    store: JobStore, notifications: ResultNotifications
+) -> None:
     job = an_ended_job(store, envelope="{}")
-    assert _due(owed, T0 + NOTIFY_AFTER_MS) == [job.id]
+    assert _due(notifications, T0 + NOTIFY_AFTER_MS) == [job.id]
     waits, now = [], T0 + NOTIFY_AFTER_MS
     for _ in range(12):
         begun = now
-        while not _due(owed, now):
+        while not _due(notifications, now):
             now += NOTIFY_AFTER_MS // 2
         waits.append(now - begun)
     assert waits == sorted(waits) and waits[0] >= NOTIFY_AFTER_MS
     assert waits[-1] <= 600 * SECOND + 2 * NOTIFY_AFTER_MS
 
 
-def test_the_oldest_is_told_first_and_only_so_many_at_once(store: JobStore, owed: ResultNotifications) -> None:
+def test_a_claim_returns_the_oldest_notifications_up_to_its_limit(
+    store: JobStore, notifications: ResultNotifications
+) -> None:
     ids = [an_ended_job(store, envelope="{}", now_ms=T0 + n).id for n in range(5)]
-    found = [telling.job_id for telling in owed.claim_due(T0 + 2 * NOTIFY_AFTER_MS, 3)]
+    found = [notification.job_id for notification in notifications.claim_due(T0 + 2 * NOTIFY_AFTER_MS, 3)]
     assert found == ids[:3]
 
 
-def test_each_end_of_a_revived_job_is_owed(store: JobStore, owed: ResultNotifications) -> None:
+def test_each_end_of_a_revived_job_stores_a_notification(store: JobStore, notifications: ResultNotifications) -> None:
     job = an_ended_job(store, State.DEAD, envelope="{}")
-    (first,) = owed.claim_due(T0 + NOTIFY_AFTER_MS, 100)
+    (first,) = notifications.claim_due(T0 + NOTIFY_AFTER_MS, 100)
     store.revive(job.id, T0)
     moved = store.cancel_waiting(job.id, T0)
-    owed.delete([first.id])
-    assert moved is not None and moved.notification_id is not None and owed.is_pending(moved.notification_id)
+    notifications.delete([first.id])
+    assert moved is not None and moved.notification_id is not None and notifications.is_pending(moved.notification_id)
 
 
-def test_a_worker_that_stops_in_order_waits_until_what_is_on_its_way_is_told(
-    store: JobStore, owed: ResultNotifications
+def test_the_flush_of_a_stopping_worker_waits_until_all_notifications_are_sent(
+    store: JobStore, notifications: ResultNotifications
 ) -> None:
-    let_go, told = threading.Event(), list[ResultNotification]()
+    released, notified = threading.Event(), list[ResultNotification]()
 
     class Slow(ResultNotifier):
         def notify(self, batch: list[ResultNotification]) -> None:
-            let_go.wait(30)
-            told.extend(batch)
-            raise ValueError("what is wrong with one ends no thread")
+            released.wait(30)
+            notified.extend(batch)
+            raise ValueError("an error in one batch ends no thread")
 
-    teller = Slow(owed, store)
-    assert teller.flush(0.0), "nothing is on its way"
-    teller.put(ResultNotification("t1", "j1"))
-    assert not teller.flush(0.01)
-    let_go.set()
-    teller.put(ResultNotification("t2", "j2"))
-    assert teller.flush(30) and [it.id for it in told] == ["t1", "t2"]
+    notifier = Slow(notifications, store)
+    assert notifier.flush(0.0), "no notification is in progress"
+    notifier.put(ResultNotification("t1", "j1"))
+    assert not notifier.flush(0.01)
+    released.set()
+    notifier.put(ResultNotification("t2", "j2"))
+    assert notifier.flush(30) and [notification.id for notification in notified] == ["t1", "t2"]
 
 
-# -- deaths between the end and the telling --------------------------------------------------------------------
+# -- crashes between the end and its notification --------------------------------------------------------------
 
 
 @contextmanager
 def _bare_client(broker: Valkey | None, backend: Valkey | None) -> Iterator[Celery]:
-    """Nothing but Celery: tasks of other applications in this process are shared with it, and so taken out."""
+    """A plain Celery client, without the tasks that it would share with other applications of this process."""
     assert broker is not None and backend is not None
     with Celery(broker=broker.url, backend=backend.url) as client:
         client.finalize()
@@ -151,7 +157,7 @@ def _infer(bare: Celery, model: str, prompt: str, **payload: Any) -> Any:
 
 
 def _until(town: Town, sent: AsyncResult, state: str) -> None:
-    """Wait until the job is there, and in this state."""
+    """Wait until the job exists and is in this state."""
     eventually(lambda: town.store.get_state(sent.id) == state, f"{sent.id} is {state}", 60)
 
 
@@ -178,7 +184,7 @@ def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: 
 
 
 @pytest.mark.e2e
-def test_a_chord_counts_each_part_once_though_it_is_told_twice(town: Town, bare: Celery) -> None:
+def test_a_chord_counts_each_part_once_after_a_repeated_notification(town: Town, bare: Celery) -> None:
     town.crew(0)
     worker = town.hire(SLOTKEEPER_CRASH_AT="result_notified")
     model = town.model(2)
@@ -202,13 +208,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory, results: Valkey) -> Iterator[Town]:
-    """A town whose result backend is a Valkey of its own."""
+    """An installation whose result backend is a separate Valkey."""
     with started_town(tmp_path_factory.mktemp("apart"), SLOTKEEPER_RESULT_URL=results.url) as found:
         yield found
 
 
 @pytest.mark.e2e
-def test_what_ended_while_the_result_backend_was_away_is_told_when_it_is_back(apart: Town, results: Valkey) -> None:
+def test_ends_during_an_outage_of_the_result_backend_are_notified_after_it(apart: Town, results: Valkey) -> None:
     apart.crew(1)
     model, gate = apart.model(8), apart.gate()
     with _bare_client(apart.stack.valkey, results) as bare:
@@ -229,18 +235,18 @@ def test_what_ended_while_the_result_backend_was_away_is_told_when_it_is_back(ap
         apart.until(failing.id, "failed")
         apart.until(delayed.id, "canceled")
         with closing(Database(apart.store.database.url)) as database:
-            eventually(lambda: len(_owed(database)) == 6, "all of it is owed")
+            eventually(lambda: len(_pending_ids(database)) == 6, "all notifications are pending")
         _worker_has_threads_to_spare(apart, model)
         results.start()
 
-        def is_all_told() -> bool:
+        def is_all_notified() -> bool:
             following = apart.store.get(chained.id)
-            return following is not None and following.state is State.COMPLETED and _owed(database) == []
+            return following is not None and following.state is State.COMPLETED and _pending_ids(database) == []
 
         with closing(Database(apart.store.database.url)) as database:
-            eventually(is_all_told, "nothing is owed any more", 90)
+            eventually(is_all_notified, "no notification is pending any more", 90)
 
-        # Celery's client misses what is told between its first look and its new subscription: so nobody asks earlier.
+        # Celery's client misses a notification between its first look and its new subscription, so it asks only here.
         _drop_connections(bare)
         assert sorted(found["prompt"] for found in together.get(timeout=90)) == ["0", "1", "2"]
         assert chained.get(timeout=90)["prompt"] == "b"
@@ -249,13 +255,13 @@ def test_what_ended_while_the_result_backend_was_away_is_told_when_it_is_back(ap
             _result(bare, delayed.id).get(timeout=90)
 
 
-def _owed(database: Database) -> list[str]:
+def _pending_ids(database: Database) -> list[str]:
     with database.read() as connection:
         return [row[0] for row in connection.exec_driver_sql("SELECT id FROM result_notifications").all()]
 
 
 def _worker_has_threads_to_spare(apart: Town, model: str) -> None:
-    """The town's workers have eight: none of them hangs on the backend."""
+    """Check that none of the worker's eight threads hangs on the backend."""
     ids = [apart.submit(model, 0.01) for _ in range(16)]
     for job_id in ids:
         apart.until(job_id, "completed")

@@ -1,4 +1,4 @@
-"""Redis, the database, a server go away and come back: nothing is lost, nothing runs twice, nobody has to help."""
+"""Outages of Redis, the database and servers: no job is lost or runs twice, and no operator has to act."""
 
 import os
 import shutil
@@ -124,11 +124,13 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
     in_turn = [running, *(waiting[n] for n in (2, 4, 0, 3, 5, 6, 7, 1))]
     assert sorted(ran) == sorted(in_turn), "once each"
     if gone in (_flushed, _lost):
-        assert ran == in_turn, "an emptied room is filled before it opens"
-    else:  # Who was accepted meanwhile comes with the next sweep: behind none of its own lane.
+        assert ran == in_turn, "an emptied queue is rebuilt before it opens"
+    else:  # The next sweep enqueues the jobs accepted meanwhile; the order within each lane holds.
         priority = {job.id: job.priority for job in jobs}
         for of in (1, 5, 9):
-            assert [it for it in ran if priority[it] == of] == [it for it in in_turn if priority[it] == of]  # ORDER-1
+            assert [job for job in ran if priority[job] == of] == [
+                job for job in in_turn if priority[job] == of
+            ]  # ORDER-1
 
 
 def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:
@@ -342,7 +344,7 @@ def test_messages_that_have_piled_up_are_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def locked(database: Database) -> Iterator[None]:
-    """Another process has the record for itself."""
+    """Hold an exclusive lock on the database, as another process may."""
     other = database.engine.raw_connection()
     other.execute("BEGIN EXCLUSIVE")
     try:
@@ -376,7 +378,7 @@ def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
 
 @contextmanager
 def closed(url: str) -> Iterator[None]:
-    """PostgreSQL puts everybody out of this database and lets nobody in."""
+    """Let PostgreSQL close all connections to this database and refuse new ones."""
     name = make_url(url).database
     admin = make_url(url).set(database="postgres", drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(admin, autocommit=True) as connection:
@@ -470,7 +472,7 @@ def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> 
         passes.sweep(stage.dispatcher)
     jobs = [stage.job(job_id) for job_id in ids]
     assert {(job.state, job.failures, job.crashes, job.attempts) for job in jobs} == {(State.QUEUED, 0, 0, 0)}
-    assert jobs[0].waits > 100, "it was tried again and again"
+    assert jobs[0].waits > 100, "the job was tried again and again"
     assert stage.run_all() == ids
 
 

@@ -1,4 +1,4 @@
-"""Servers that tell nothing of themselves: a slot is used again when anything shows that its run is over."""
+"""Servers that report no runs: a slot is used again when an event shows that its run is over."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ from tools.cluster.stack import REPO, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-# Far less than the ten minutes for which such a slot is withheld where nothing shows that its run is over.
+# Far less than the ten minutes of quarantine of a slot whose run never shows its end.
 _SOON_S = 15.0
 _SUPERVISED = """while :; do "$@"; sleep 0.3; done"""
 
 
 class Plain:
-    """A plain server in a process of its own; `supervised`: another is started whenever it has ended."""
+    """A plain server in a separate process; `supervised`: a shell restarts it whenever it ends."""
 
     def __init__(self, folder: Path, *, supervised: bool = False) -> None:
         self.port, self._journal = free_port(), folder / "journal"
@@ -142,9 +142,7 @@ def test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_jo
         town.until(job_id, "completed", _SOON_S)
 
 
-def test_an_operator_can_say_that_a_withheld_slot_is_free(
-    town: Town, plain: Callable[..., Plain], tmp_path: Path
-) -> None:
+def test_an_operator_can_release_a_quarantined_slot(town: Town, plain: Callable[..., Plain], tmp_path: Path) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
     model = _model(town, "plain-released", server)
     first = town.api.submit(model, gate.payload)

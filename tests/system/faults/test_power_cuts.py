@@ -32,7 +32,7 @@ def test_a_waiting_job_that_the_record_lost_is_offered_in_its_turn_and_its_slot_
 
 
 @pytest.mark.parametrize(("is_claimed", "lasts_ms"), [(False, OFFER_MS), (True, LEASE_MS)])
-def test_a_slot_that_is_held_for_a_job_which_the_record_lost_goes_to_the_next(
+def test_a_slot_held_for_a_job_that_the_database_lost_goes_to_the_next_job(
     stage: Stage, is_claimed: bool, lasts_ms: int
 ) -> None:
     stage.register()
@@ -79,7 +79,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know
 
 
 def test_a_job_that_comes_again_by_its_own_id_holds_one_slot(stage: Stage) -> None:
-    """As a message of Celery's does, which nobody had acknowledged."""
+    """The broker delivers an unacknowledged Celery message again, with the same id."""
     stage.register(2)
     stage.submit_all([stage.a(), stage.a()])
     one, two = stage.start(), stage.start()

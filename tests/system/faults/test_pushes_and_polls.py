@@ -1,4 +1,4 @@
-"""A server that pushes its results is polled as well: whichever tells the end first, each run ends once."""
+"""A server that pushes its results is polled as well: each run ends once, by the push or by the poll."""
 
 from collections import Counter
 

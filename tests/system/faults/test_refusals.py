@@ -32,7 +32,7 @@ def _part(town: Town, name: str) -> str:
 
 
 def _play(town: Town, refusal: Callable[[], AbstractContextManager[None]], part: str, names: str) -> None:
-    """Let a run end, and jobs come in, while something refuses."""
+    """Let a run end and submit jobs while a dependency refuses requests."""
     (worker,) = town.crew(1)
     model, gate = town.model(1), town.gate()
     accepted = [town.submit(model, gate)]
@@ -125,13 +125,13 @@ def test_redis_answers_and_refuses_writes(town: Town, refuse: Callable[[Redis], 
 
 
 def test_redis_loads_its_data_for_long_after_a_restart(town: Town) -> None:
-    """It answers each command with LOADING."""
+    """Redis answers each command with LOADING meanwhile."""
     valkey = town.stack.valkey
     assert valkey is not None
 
     @contextmanager
     def refusal() -> Iterator[None]:
-        # It answers between two pieces of what it loads; what can be compressed is one small piece.
+        # Redis answers between two blocks of its data; compressible data would fit in one small block.
         padding = {f"padding:{number}": os.urandom(2_000) for number in range(1_000)}
         with town.redis() as redis:
             redis.mset(padding)

@@ -1,4 +1,4 @@
-"""Celery's revoke is a cancel, whichever worker hears it; real processes, and a client that has nothing but Celery."""
+"""Celery's revoke cancels a job through any worker; with real processes and a client that has only Celery."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -103,8 +103,8 @@ def test_a_revoked_job_that_runs_is_stopped_by_its_server(town: Town, bare: Cele
     assert _send(bare, model, 0.01).get(timeout=60)["prompt"] == "a cat", "and its slot is free"
 
 
-def test_a_revoke_is_heard_though_nobody_is_there_who_runs_jobs(town: Town, bare: Celery) -> None:
-    """An offered job: its wake-up lies at the broker.  Maintenance hears the revoke."""
+def test_maintenance_executes_a_revoke_while_no_worker_runs(town: Town, bare: Celery) -> None:
+    """The wake-up of the offered job lies at the broker; maintenance receives the revoke."""
 
     def is_offered() -> bool:
         town.cut_off()
@@ -154,7 +154,7 @@ def test_revokes_by_stamps_are_refused_by_name(town: Town, bare: Celery) -> None
 
 @pytest.mark.parametrize("headers", [{}, {"slotkeeper": {}}])
 def test_no_message_of_a_job_is_dropped_as_revoked(headers: dict[str, Any]) -> None:
-    """Its offer would hold a slot for nobody."""
+    """Without the message, the job's offer would hold a slot that no run uses."""
     message = infer.app.amqp.as_task_v2("revoked-one", "infer", args=("zimg",))
     revoked.add("revoked-one")
     try:

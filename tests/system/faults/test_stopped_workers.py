@@ -55,7 +55,7 @@ def _passed(seconds: float) -> Callable[[], bool]:
 
 
 def _most_at_once(found: list[dict[str, Any]]) -> int:
-    marks = sorted([(it["started_ns"], 1) for it in found] + [(it["ended_ns"], -1) for it in found])
+    marks = sorted([(run["started_ns"], 1) for run in found] + [(run["ended_ns"], -1) for run in found])
     most = now = 0
     for _, change in marks:
         now += change

@@ -1,4 +1,4 @@
-"""Workers die, freeze, wake up too late, or are told to stop: each job's run counts once, and no slot is lost."""
+"""Workers die, freeze, wake up too late or are stopped: each job's run counts once, and no slot is lost."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ def _ends(town: Town, job: Job) -> list[str]:
 
 
 def _lost(town: Town, job_id: str) -> str:
-    """What the record says of the worker that was lost."""
+    """Return the error that the database holds for the lost worker."""
     (lost,) = (event for event in town.store.list_events(job_id) if event.data["why"] == "lease_expired")
     return str(lost.data["error"]["message"])
 
@@ -83,7 +83,7 @@ def test_a_worker_that_wakes_after_its_lease_has_gone_changes_nothing(town: Town
     assert town.row(following).crashes == 0
 
 
-def test_a_worker_that_is_told_to_stop_finishes_what_is_short_and_hands_back_what_is_long(town: Town) -> None:
+def test_a_stopping_worker_finishes_short_runs_and_hands_back_long_runs(town: Town) -> None:
     (leaving,) = town.crew(1)
     quick, slow = town.model(1), town.polled_model(1)
     short_gate, long_gate = town.gate(), town.gate()
@@ -105,4 +105,4 @@ def test_a_worker_that_is_told_to_stop_finishes_what_is_short_and_hands_back_wha
     assert leaving.popen.wait(60) == 0
     assert town.why(long) == ["submitted", "started", "handed_back", "started", "finished"]
     assert [run["job_id"] for run in town.runs(quick)] == [short, waiting]
-    assert [run["job_id"] for run in town.runs(slow)] == [long], "it was not run again"
+    assert [run["job_id"] for run in town.runs(slow)] == [long], "the long job was not run again"

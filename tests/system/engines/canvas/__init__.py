@@ -1,1 +1,1 @@
-"""`infer` and Celery's canvas, called by an application of somebody else's, with the fixtures of pytest-celery."""
+"""`infer` in Celery's canvas, called by a foreign application, with the fixtures of pytest-celery."""

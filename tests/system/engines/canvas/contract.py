@@ -1,6 +1,6 @@
-"""What an application with tasks of its own can compose with `infer`, whatever the broker.
+"""The compositions of `infer` with an application's tasks that work with each broker.
 
-Each function composes and returns; `app` is the application, whose default queue its own worker reads.
+Each function composes tasks and checks their results; `app` is the application, and its worker reads its default queue.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def chain_with_a_task_of_its_own(app: Celery, model: str) -> None:
 
 def group_of_jobs(app: Celery, model: str) -> None:
     results = group(_infer(app, model, str(n)) for n in range(3))().get(timeout=WITHIN_S)
-    assert sorted(it["prompt"] for it in results) == ["0", "1", "2"]
+    assert sorted(result["prompt"] for result in results) == ["0", "1", "2"]
 
 
 def chord_with_a_task_of_its_own(app: Celery, model: str) -> None:
@@ -55,4 +55,4 @@ def add_tasks(app: Celery) -> None:
 
     @app.task(name="tests.system.engines.canvas.prompts")
     def prompts(results: list[dict[str, Any]]) -> list[str]:
-        return sorted(it["prompt"] for it in results)
+        return sorted(result["prompt"] for result in results)

@@ -1,4 +1,4 @@
-"""The contract on this machine: pytest-celery's application and worker beside real workers of ours, by Redis."""
+"""The contract on this machine: pytest-celery's application and worker beside real Slotkeeper workers, over Redis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="session")
 def celery_config(town: Town) -> dict[str, Any]:
-    """The application meets our workers at their broker, and has a queue of its own."""
+    """The application uses the broker of Slotkeeper's workers, with a separate queue."""
     assert town.stack.valkey is not None
     return {
         "broker_url": town.stack.valkey.url,
@@ -37,7 +37,7 @@ def theirs(celery_app: Celery) -> Celery:
     return celery_app
 
 
-@pytest.mark.parametrize("composed", CONTRACT, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("composed", CONTRACT, ids=lambda composition: composition.__name__)
 def test_an_application_composes_jobs_with_its_own_tasks(
     town: Town,
     theirs: Celery,

@@ -47,7 +47,7 @@ def celery_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def celery_worker_cluster() -> None:
-    """None in containers: ours are processes of this machine."""
+    """Start no worker in a container: Slotkeeper's workers are processes of this machine."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def celery_worker_cluster_config(celery_broker_cluster_config: Any, celery_backe
     }
 
 
-@pytest.mark.parametrize("composed", CONTRACT, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("composed", CONTRACT, ids=lambda composition: composition.__name__)
 def test_an_application_composes_jobs_with_its_own_tasks(
     celery_setup: CeleryTestSetup, tmp_path: Path, composed: Callable[[Celery, str], None]
 ) -> None:

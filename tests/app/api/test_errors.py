@@ -57,7 +57,7 @@ def test_a_whole_process_is_ready(api: Api) -> None:
     assert all(part == {"ok": True, "why": None} for part in answer.json["parts"].values())
 
 
-def test_it_is_degraded_as_long_as_nobody_does_maintenance(api: Api) -> None:
+def test_readiness_is_degraded_while_no_maintenance_runs(api: Api) -> None:
     processes().report("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready").json
     assert answer["status"] == "degraded" and "beat" in answer["parts"]["maintenance"]["why"]
@@ -87,14 +87,14 @@ def test_readiness_is_degraded_while_no_worker_can_take_jobs(
     assert "@a" not in answer.text, "clients without a key may read this response"
 
 
-def test_it_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
+def test_readiness_is_degraded_when_one_of_two_workers_falls_silent(api: Api) -> None:
     processes().report("worker@a/1", A_WORKER)
     silent = Process("worker@b/1", "worker", "b", DEAD_AFTER_MS, A_WORKER)
     found = [*processes().read_all(), silent]
     assert workers_problem(found) == "1 of 2 workers are silent.  `slotkeeper processes` names them."
 
 
-def test_it_is_degraded_while_a_process_has_another_secret(api: Api) -> None:
+def test_readiness_is_degraded_while_a_process_has_another_secret(api: Api) -> None:
     for name, secret in {"worker@a/1": fingerprints()[0], "worker@b/1": "another"}.items():
         processes().report(name, A_WORKER | {"secret": secret})
     answer = api.client.get("/health/ready").json

@@ -393,7 +393,7 @@ TABLE = [
         "Flower without its password, by each of its addresses",
         "401, or nothing of ours",
         "nothing was done",
-        (f"{FLOWER}test_nothing_of_flower_is_shown_or_done_without_its_password",),
+        (f"{FLOWER}test_flower_shows_and_does_nothing_without_its_password",),
     ),
     # -- names ---------------------------------------------------------------------------------------------------------
     Row(
@@ -442,7 +442,7 @@ TABLE = [
         "they read and write nothing",
         "what an older release left open is closed",
         (
-            f"{HOME}test_whoever_comes_first_makes_it_private",
+            f"{HOME}test_the_first_process_creates_a_private_state_folder",
             f"{HOME}test_a_shared_folder_is_refused_with_a_sentence",
             f"{HOME}test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else",
         ),

@@ -76,7 +76,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("kind", REMEDIES)
-def test_it_is_known_by_what_info_says_and_the_remedy_is_named(servers: dict[str, str], kind: str) -> None:
+def test_an_unsuitable_redis_is_detected_by_info_and_the_remedy_is_named(servers: dict[str, str], kind: str) -> None:
     with connect(servers[kind], 5) as client:
         assert REMEDIES[kind] in (explain_unsuitable(client) or "")
     with pytest.raises(UpError, match=REMEDIES[kind]):

@@ -32,13 +32,13 @@ def worker(town: Town) -> Iterator[Any]:
         yield shown
 
 
-def test_inspect_shows_each_run_of_a_worker_also_one_that_no_message_brought(town: Town, worker: Any) -> None:
+def test_inspect_shows_each_run_of_a_worker_even_one_that_started_without_a_message(town: Town, worker: Any) -> None:
     model, first, second = town.model(1), town.gate(), town.gate()
     jobs = [town.submit(model, first), town.submit(model, second)]
 
     def source(job: str) -> dict[str, Any]:
         def found() -> Any:
-            return next((it for it in worker("active") or [] if it["id"] == job), None)
+            return next((run for run in worker("active") or [] if run["id"] == job), None)
 
         return eventually(found, f"inspect active shows {job}")
 
@@ -49,9 +49,9 @@ def test_inspect_shows_each_run_of_a_worker_also_one_that_no_message_brought(tow
     handed_on = source(jobs[1])
     assert handed_on["slot"] == brought["slot"], "the slot that the first run has left"
     # The end of the first run is stored behind the start of the second.
-    eventually(lambda: [it["id"] for it in worker("active") or []] == [jobs[1]], "the first run is over")
+    eventually(lambda: [run["id"] for run in worker("active") or []] == [jobs[1]], "the first run is over")
     assert (worker("reserved"), worker("scheduled")) == ([], []), "jobs do not wait at workers"
     assert worker("stats")["pool"]["runs"] == 1
     second.open()
     town.until(jobs[1], "completed")
-    eventually(lambda: worker("active") == [], "nothing is under way")
+    eventually(lambda: worker("active") == [], "no run is active")

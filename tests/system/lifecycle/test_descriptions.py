@@ -1,5 +1,6 @@
-"""Servers that speak another way than the slot protocol: described at the door, run by a worker, and their results in
-the record.  What they answer is what the real ones were seen to answer."""
+"""Servers with another protocol than the slot protocol: from the description to the result in the database.
+
+The scripted responses are copies of those of real servers."""
 
 import itertools
 import signal
@@ -23,7 +24,7 @@ Serve = Callable[..., tuple[str, Scripted]]
 
 @pytest.fixture
 def serve(api: HttpApi) -> Iterator[Serve]:
-    """Registers a server that says what a test wants, for a model of its own that is described so; answers both."""
+    """Return a function that registers a scripted server for a new described model, and returns both."""
     running: list[tuple[str, Scripted]] = []
 
     def start(says: Says, *, slots: int = 1, model: str = "", **config: Any) -> tuple[str, Scripted]:
@@ -121,10 +122,8 @@ def test_a_server_that_is_asked_in_several_steps(api: HttpApi, serve: Serve) -> 
     assert (job["attempts"], job["crashes"]) == (1, 0)
 
 
-def test_a_server_is_told_how_long_a_run_may_take_what_it_may_put_out_of_which_version_and_whether_its_model_changes(
-    api: HttpApi, serve: Serve
-) -> None:
-    told = {
+def test_a_request_holds_the_deadline_the_output_size_the_version_and_the_swap_flag(api: HttpApi, serve: Serve) -> None:
+    body_template = {
         "swap": "{{run/swap}}",
         "within_ms": "{{run/deadline_ms}}",
         "tokens": "{{run/output_size}}",
@@ -135,7 +134,7 @@ def test_a_server_is_told_how_long_a_run_may_take_what_it_may_put_out_of_which_v
             "submit": {
                 "path": "/run?swap={{run/swap}}",
                 "headers": {"X-Expected-Tokens": "{{run/output_size}}", "X-Timeout-S": "{{run/deadline_s}}"},
-                "body": told,
+                "body": body_template,
             },
             "output_size": {"pointer": ["/max_completion_tokens", "/max_tokens"], "default": 256},
         },
@@ -309,7 +308,7 @@ def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_w
     assert len(_posts(there, "/run")) == 1
 
 
-def test_a_run_of_which_nothing_was_heard_is_found_by_the_id_that_we_gave(api: HttpApi, serve: Serve) -> None:
+def test_a_run_whose_submit_got_no_response_is_found_by_its_given_id(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         if seen.method == "POST":
             return reset
@@ -394,15 +393,15 @@ def test_a_secret_is_sent_and_rotated_and_never_repeated(stack: Stack, api: Http
         api.ended(api.submit(model))
         return keys[-1] == "Bearer second-s3cret"
 
-    eventually(asked_with_the_second, "workers use the new one", 10)
+    eventually(asked_with_the_second, "workers use the new secret", 10)
     failed = api.ended(api.submit(model, {"fail": True}))
     assert failed["error"]["message"] == "the server answered 400: who is Bearer ***?"
-    told = [
+    body_template = [
         api.call("GET", path).text for path in ("/admin/secrets", "/admin/model-configs/secretive", "/admin/servers")
     ]
-    told += [process.log for process in stack.processes.values()]
+    body_template += [process.log for process in stack.processes.values()]
     kept = b"".join(path.read_bytes() for path in stack.home.glob("record.db*"))
-    assert not any("s3cret" in text for text in told) and b"s3cret" not in kept
+    assert not any("s3cret" in text for text in body_template) and b"s3cret" not in kept
 
 
 def test_a_description_that_names_anothers_secret_is_refused(api: HttpApi, serve: Serve) -> None:

@@ -23,7 +23,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 @pytest.fixture(scope="module")
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Its address, and who may come in."""
+    """Flower's URL, and its user name and password."""
     home, port = tmp_path_factory.mktemp("flower"), free_port()
     with Stack(home, {"SLOTKEEPER_FLOWER_PORT": str(port)}) as stack:
         process = stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
@@ -40,18 +40,20 @@ def _status(method: str, url: str, auth: tuple[str, str] | None = None) -> int:
 
 
 def _addresses() -> list[str]:
-    patterns = [it.regex.pattern.removesuffix("$") if isinstance(it, URLSpec) else it[0] for it in handlers]
+    patterns = [
+        handler.regex.pattern.removesuffix("$") if isinstance(handler, URLSpec) else handler[0] for handler in handlers
+    ]
     return [re.sub(r"\(.[+*]\)", "x", pattern) for pattern in patterns if pattern not in OPEN]
 
 
-def test_nothing_of_flower_is_shown_or_done_without_its_password(flower: tuple[str, tuple[str, str]]) -> None:
+def test_flower_shows_and_does_nothing_without_its_password(flower: tuple[str, tuple[str, str]]) -> None:
     url, _ = flower
     asked = _addresses()
     assert {"/metrics", "/healthcheck", "/api/task/send-task/x", "/tasks"} <= set(asked)
     for who in (None, ("slotkeeper", ""), ("slotkeeper", "wrong"), ("", "")):
         shown = {(method, path): _status(method, url + path, who) for path in asked for method in METHODS}
         # 403: no token against forged requests; 405: not a method there.
-        assert {it: status for it, status in shown.items() if status not in (401, 403, 404, 405)} == {}
+        assert {request: status for request, status in shown.items() if status not in (401, 403, 404, 405)} == {}
         assert {shown["GET", path] for path in ("/", "/metrics", "/healthcheck", "/tasks", "/api/workers")} == {401}
 
 
@@ -65,7 +67,7 @@ def test_who_knows_the_password_sees_flower(flower: tuple[str, tuple[str, str]])
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, Callable[[str], dict[str, Any]]]]:
-    """A town with a worker, the relay and Flower, and what Flower's API tells of a job; {} while it knows none."""
+    """An installation with a worker, the relay and Flower; and a function that returns Flower's info of a job."""
     home, port = tmp_path_factory.mktemp("watched"), free_port()
     with started_town(home, SLOTKEEPER_FLOWER_PORT=str(port)) as town:
         flower = town.stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
@@ -76,11 +78,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, Ca
         eventually(lambda: _receives(town), "Flower receives task events")
         town.stack.relay()
 
-        def told(job_id: str) -> dict[str, Any]:
+        def task_info(job_id: str) -> dict[str, Any]:
             answer = requests.get(f"{url}/api/task/info/{job_id}", auth=who, timeout=10)
             return answer.json() if answer.ok else {}
 
-        yield town, told
+        yield town, task_info
 
 
 def _receives(town: Town) -> bool:
@@ -88,19 +90,19 @@ def _receives(town: Town) -> bool:
         return any(count for _, count in redis.pubsub_numsub("/0.celeryev")) or bool(redis.pubsub_numpat())
 
 
-def test_flower_shows_a_job_from_when_it_is_accepted_to_its_end(
+def test_flower_shows_a_job_from_its_submit_to_its_end(
     watched: tuple[Town, Callable[[str], dict[str, Any]]],
 ) -> None:
-    town, told = watched
+    town, task_info = watched
     model, gate = town.model(1), town.gate()
     running, waiting = town.submit(model, gate), town.submit(model, 0)
 
     def source(job_id: str, state: str) -> dict[str, Any]:
-        return eventually(lambda: (it := told(job_id)).get("state") == state and it, f"Flower shows {state}")
+        return eventually(lambda: (info := task_info(job_id)).get("state") == state and info, f"Flower shows {state}")
 
     begun = source(running, "STARTED")
     assert (begun["name"], begun["args"]) == ("infer", f"({model!r},)")
-    assert begun["worker"].startswith("worker"), "the worker that runs it"
+    assert begun["worker"].startswith("worker"), "the worker that runs the job"
     assert source(waiting, "PENDING")["routing_key"] == f"gpu.{model}"
 
     gate.open()
@@ -109,10 +111,10 @@ def test_flower_shows_a_job_from_when_it_is_accepted_to_its_end(
     source(waiting, "SUCCESS")
 
 
-def test_flower_shows_how_a_job_fails_is_tried_again_waits_for_its_time_and_is_canceled(
+def test_flower_shows_failed_retried_delayed_and_canceled_jobs(
     watched: tuple[Town, Callable[[str], dict[str, Any]]],
 ) -> None:
-    town, told = watched
+    town, task_info = watched
     model = town.model(2, retry_backoff=2)  # Of the events of a job that are sent together, the last one is sent.
 
     def submit(payload: dict[str, Any], **fields: Any) -> str:
@@ -127,6 +129,6 @@ def test_flower_shows_how_a_job_fails_is_tried_again_waits_for_its_time_and_is_c
     assert town.api.call("POST", f"/queue/jobs/{jobs['REVOKED']}/cancel").ok
 
     for state, job_id in jobs.items():
-        eventually(lambda state=state, job_id=job_id: told(job_id).get("state") == state, f"Flower shows {state}")
-    assert told(jobs["SUCCESS"])["retried"], "it was tried again"
-    assert "InvalidRequest" in told(jobs["FAILURE"])["exception"]
+        eventually(lambda state=state, job_id=job_id: task_info(job_id).get("state") == state, f"Flower shows {state}")
+    assert task_info(jobs["SUCCESS"])["retried"], "the job was tried again"
+    assert "InvalidRequest" in task_info(jobs["FAILURE"])["exception"]

@@ -12,7 +12,7 @@ from tools.cluster.stack import REPO, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-# In a process of its own, as a client is.
+# Runs in a separate process, as a client does.
 _CLIENT = """
 import json, sys
 from celery import chain, chord, group
@@ -88,19 +88,19 @@ def test_delay_apply_async_group_chord_and_link_give_the_results_of_jobs(
         [sys.executable, "-c", script], env=stack.env, cwd=REPO, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    results = json.loads(done.stdout)
 
-    assert (told["delay"], told["apply_async"], told["retried"], told["chord"]) == ("a", "b", "r", "body")
-    assert sorted(told["group"]) == ["0", "1", "2"]
-    assert (told["linked"], told["children"]) == (["linked"], True)
-    assert (told["chain"], told["passed"]) == (["0", "1", "2"], "passed")
-    assert (told["chains in a chord"], told["chains in a group"]) == ("end", ["0", "1"])
-    assert (told["a group in a chain"], told["a task of celery's own"]["prompt"]) == ("last", "x")
-    assert told["broken"] == "job_failed"
+    assert (results["delay"], results["apply_async"], results["retried"], results["chord"]) == ("a", "b", "r", "body")
+    assert sorted(results["group"]) == ["0", "1", "2"]
+    assert (results["linked"], results["children"]) == (["linked"], True)
+    assert (results["chain"], results["passed"]) == (["0", "1", "2"], "passed")
+    assert (results["chains in a chord"], results["chains in a group"]) == ("end", ["0", "1"])
+    assert (results["a group in a chain"], results["a task of celery's own"]["prompt"]) == ("last", "x")
+    assert results["broken"] == "job_failed"
     eventually(lambda: api.call("GET", "/queue/jobs/fallback-job").ok, "the errback has submitted its job", 60)
     assert api.ended("fallback-job")["status"] == "completed"
-    assert (told["failed"], told["unknown"]) == ("JobFailed", "unknown_model")
-    job = api.job(told["id"])
+    assert (results["failed"], results["unknown"]) == ("JobFailed", "unknown_model")
+    job = api.job(results["id"])
     assert (job["status"], job["priority"]) == ("completed", 1)
 
 
@@ -167,7 +167,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_bare_client_is_told_what_is_wrong(stack: Stack, model: str) -> None:
+def test_a_bare_client_gets_the_error_of_an_unknown_model(stack: Stack, model: str) -> None:
     assert stack.valkey is not None
     bare = Celery(broker=stack.valkey.url, backend=stack.valkey.url)
     with bare, pytest.raises(Exception, match="nobody-knows-it"):

@@ -41,12 +41,12 @@ def traced(tmp_path: Path) -> Iterator[Stack]:
 
 
 def _begin(folder: Path, number: int, processes: list[Process]) -> None:
-    """Begin a window, when all processes have written what they ran in the last one."""
+    """Begin a window and wait until all processes have written the lines that they ran in the last one."""
     text = folder / "window.next"
     text.write_text(str(number))
     os.replace(text, folder / "window")
-    written = [folder / f"{number - 1}.{it.popen.pid}.json" for it in processes]
-    eventually(lambda: all(it.exists() for it in written), "the last window is written")
+    written = [folder / f"{number - 1}.{process.popen.pid}.json" for process in processes]
+    eventually(lambda: all(path.exists() for path in written), "the last window is written")
 
 
 def _ran(folder: Path, number: int, process: Process) -> set[tuple[str, int]]:
@@ -58,21 +58,22 @@ def test_the_files_that_a_job_runs_through_are_no_more_than_before(
 ) -> None:
     processes, api, folder = [traced.web(), traced.worker()], HttpApi(traced), Path(traced.env["TRACED_FOLDER"])
     api.register("traced", traced.server("traced", 1))
-    api.ended(api.submit("traced", {"seconds": 0.05}))  # What is done but once is done.
+    api.ended(api.submit("traced", {"seconds": 0.05}))  # This job does the one-time work.
     for number in range(2, _JOBS + 2):
         _begin(folder, number, processes)
         api.ended(api.submit("traced", {"seconds": 0.05}))
     _begin(folder, _JOBS + 2, processes)
 
     by_process = {
-        it.name: set.intersection(*(_ran(folder, number, it) for number in range(2, _JOBS + 2))) for it in processes
+        process.name: set.intersection(*(_ran(folder, number, process) for number in range(2, _JOBS + 2)))
+        for process in processes
     }
     lines = set.union(*by_process.values())
     files = sorted({file for file, _ in lines})
     report = [
         f"One job ran {len(lines)} lines in {len(files)} files:",
-        *(f"  {name}: {len(its)} lines in {len({file for file, _ in its})} files" for name, its in by_process.items()),
-        *(f"  {sum(it == file for it, _ in lines):5} {file}" for file in files),
+        *(f"  {name}: {len(ran)} lines in {len({file for file, _ in ran})} files" for name, ran in by_process.items()),
+        *(f"  {sum(other == file for other, _ in lines):5} {file}" for file in files),
     ]
     with capsys.disabled():
         sys.stdout.write("\n" + "\n".join(report) + "\n")

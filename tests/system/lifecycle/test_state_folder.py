@@ -1,4 +1,4 @@
-"""What lies in the state folder is for its owner only, whoever makes it first and whatever the umask."""
+"""Only the owner may read the state folder, whichever process creates it and whatever the umask is."""
 
 import os
 import socket
@@ -59,7 +59,7 @@ def _too_open(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("found", ["nothing", "an open folder"])
-def test_whoever_comes_first_makes_it_private(tmp_path: Path, first: str, found: str) -> None:
+def test_the_first_process_creates_a_private_state_folder(tmp_path: Path, first: str, found: str) -> None:
     folder = tmp_path / "home"
     if found == "an open folder":
         folder.mkdir(0o777)
@@ -71,8 +71,8 @@ def test_whoever_comes_first_makes_it_private(tmp_path: Path, first: str, found:
     assert made == set() or _too_open(folder) == {}
 
 
-def test_an_open_folder_of_its_own_is_closed(tmp_path: Path) -> None:
-    """Then nobody else reaches what is in it, whatever its mode."""
+def test_an_open_state_folder_is_made_private(tmp_path: Path) -> None:
+    """Other users then cannot read the files in the folder, whatever the files' modes are."""
     folder = tmp_path / "home"
     folder.mkdir(0o755)
     (folder / "up.lock").touch(0o666)

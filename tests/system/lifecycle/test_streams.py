@@ -1,4 +1,4 @@
-"""Tokens from a real server by a real worker to a client that watches, and what becomes of them when one dies."""
+"""Token streams from a real server through a real worker to a client, also when a part of the chain dies."""
 
 import itertools
 from collections.abc import Iterator
@@ -34,9 +34,13 @@ def _installation(tmp_path_factory) -> Iterator[tuple[Stack, RefServer]]:
 
 @pytest.fixture
 def running(_installation: tuple[Stack, RefServer]) -> tuple[Stack, RefServer]:
-    """With a worker that lives."""
+    """The installation, with a live worker."""
     found, _ = _installation
-    if not [it for it in found.processes.values() if it.name.startswith("worker") and it.popen.poll() is None]:
+    if not [
+        process
+        for process in found.processes.values()
+        if process.name.startswith("worker") and process.popen.poll() is None
+    ]:
         a_worker(found)
     return _installation
 
@@ -94,7 +98,7 @@ def test_tokens_are_seen_while_the_server_speaks_and_the_whole_is_the_result(run
     assert text == result == "one two three four five six"
 
 
-def test_who_comes_again_misses_nothing_and_hears_nothing_twice(running):
+def test_a_client_that_reconnects_misses_and_repeats_no_token(running):
     found, _ = running
     job = submit(found.url, "a b c d e f g h", 0.2)
     text, last, ended = "", None, False
@@ -111,9 +115,13 @@ def test_who_comes_again_misses_nothing_and_hears_nothing_twice(running):
     assert text == "a b c d e f g h"
 
 
-def test_a_worker_that_dies_under_a_stream_costs_no_token_and_the_text_begins_anew(running):
+def test_the_death_of_a_worker_restarts_the_text_of_a_stream_and_loses_no_token(running):
     found, server = running
-    first = next(it for it in found.processes.values() if it.name.startswith("worker") and it.popen.poll() is None)
+    first = next(
+        process
+        for process in found.processes.values()
+        if process.name.startswith("worker") and process.popen.poll() is None
+    )
     before = len(server.journal.read_text().splitlines())
     words = " ".join(f"w{n}" for n in range(60))
     job = submit(found.url, words, 0.25)  # Its server still speaks when the second worker comes to it.
@@ -132,10 +140,10 @@ def test_a_worker_that_dies_under_a_stream_costs_no_token_and_the_text_begins_an
     assert attempt > 1 and text == words
     ended = requests.get(f"{found.url}/queue/jobs/{job}").json()
     assert (ended["status"], ended["result"]) == ("completed", words)
-    eventually(lambda: len(server.journal.read_text().splitlines()) == before + 1, "it has run once")
+    eventually(lambda: len(server.journal.read_text().splitlines()) == before + 1, "the job has run once")
 
 
-def test_what_cannot_be_told_because_redis_is_away_costs_no_job(running):
+def test_a_job_completes_though_redis_loses_its_progress(running):
     found, _ = running
     job = submit(found.url, " ".join("abcdefghijkl"), 0.2)
     reader = Reader(found.url, job)

@@ -23,7 +23,7 @@ _TRY = ["wait", "attempt", "exchange", "settle"]
 
 
 class Outside(Scripted):
-    """An inference server that fails once, then is silent until it may answer; and whom webhooks tell."""
+    """An inference server that fails once and then is silent until it may answer; it also receives webhooks."""
 
     def __init__(self) -> None:
         super().__init__(self._says)
@@ -32,7 +32,7 @@ class Outside(Scripted):
         self.silent, self.may_answer = threading.Event(), threading.Event()
 
     def _says(self, seen: Seen) -> bytes:
-        if seen.path.endswith("/health"):  # What it is silent about has left it.
+        if seen.path.endswith("/health"):  # The silent run is not reported as active.
             return answer({"active_jobs": 0, "job_ids": []})
         if seen.method == "GET":
             return answer(b"", 404)
@@ -86,12 +86,12 @@ def api(stack: Stack) -> HttpApi:
 
 
 def whole(receiver: Collector, trace_id: str, names: list[str], tops: list[str]) -> None:
-    """Wait for these spans of a trace, of which all are below another, but for the jobs, which are below `tops`."""
+    """Wait for these spans of a trace; each has a parent in the trace, except the jobs, whose parents are `tops`."""
 
     def found() -> list[str]:
         return sorted(span.name for span in receiver.trace(trace_id).values())
 
-    eventually(lambda: len(found()) >= len(names), "all spans are told", 60)
+    eventually(lambda: len(found()) >= len(names), "all spans arrive", 60)
     assert found() == sorted(names)
     spans = receiver.trace(trace_id)
     above = {span.parent_span_id.hex() for span in spans.values() if span.parent_span_id.hex() not in spans}
@@ -99,7 +99,7 @@ def whole(receiver: Collector, trace_id: str, names: list[str], tops: list[str])
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in spans.values())
 
 
-def test_a_job_that_failed_lost_its_worker_and_was_told_by_a_webhook_is_one_whole_trace(
+def test_a_job_with_a_failure_a_lost_worker_and_a_webhook_is_one_whole_trace(
     stack: Stack, api: HttpApi, receiver: Collector, outside: Outside
 ) -> None:
     trace_id = "a" * 32
@@ -116,13 +116,13 @@ def test_a_job_that_failed_lost_its_worker_and_was_told_by_a_webhook_is_one_whol
 
     assert api.ended(answer.json()["job_id"])["status"] == "completed"
     whole(receiver, trace_id, [*_JOB, *_TRY, *_TRY, *_TRY, "webhook"], [SPAN])
-    told = receiver.trace(trace_id)
-    of = {name: [id_ for id_, span in told.items() if span.name == name] for name in ("attempt", "webhook")}
+    spans = receiver.trace(trace_id)
+    of = {name: [id_ for id_, span in spans.items() if span.name == name] for name in ("attempt", "webhook")}
     assert sorted(outside.attempts) == sorted(f"00-{trace_id}-{id_}-01" for id_ in of["attempt"])
     assert {*outside.hooks} == {f"00-{trace_id}-{id_}-01" for id_ in of["webhook"]}
 
 
-# In a process of its own, which was started in a trace, as a client is.
+# Runs in a separate process that starts within a trace, as a client does.
 _PYTHON = """
 import sys
 from tasks import infer
@@ -146,10 +146,14 @@ def model(stack: Stack, api: HttpApi) -> str:
     port = int(server.command[server.command.index("--port") + 1])
     found = RefServer("traced-api1", port, 4, stack.home, server)
     eventually(lambda: api.call("GET", "/health/live").ok, "the API answers")
-    # Of the module, so not by `register`, which is of one test.
+    # `api.register` accepts a model in one test only; this model is for the whole module.
     body = {"model": "traced", "server": found.name, "endpoint": found.endpoint, "slots": found.slots}
     assert api.call("POST", "/admin/register", json=body).ok
-    if not [name for name in ("worker", "worker2") if (it := stack.processes.get(name)) and it.popen.poll() is None]:
+    if not [
+        name
+        for name in ("worker", "worker2")
+        if (process := stack.processes.get(name)) and process.popen.poll() is None
+    ]:
         stack.worker("worker3")
     return "traced"
 
@@ -185,7 +189,7 @@ def test_the_header_of_a_message_names_a_trace_and_one_that_is_none_refuses_noth
     whole(receiver, trace_id, [*_JOB, *_TRY], [SPAN])
 
 
-def test_no_job_waits_for_a_collector_that_takes_nothing_and_it_is_told_afterwards(
+def test_a_job_does_not_wait_for_a_refusing_collector_which_gets_the_spans_later(
     api: HttpApi, receiver: Collector, model: str
 ) -> None:
     trace_id, given = _given("3")

@@ -34,28 +34,28 @@ def installation(tmp_path: Path) -> Installation:
 
 
 @pytest.fixture(scope="module")
-def _standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[Installation, Up]]]:
+def _keep_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[Installation, Up]]]:
     installation, kept = Installation(tmp_path_factory.mktemp("standing") / "home"), list[Up]()
 
-    def standing() -> tuple[Installation, Up]:
+    def running() -> tuple[Installation, Up]:
         if not kept or kept[-1].process.poll() is not None:
             kept.append(stack.enter_context(installation.up()))
             kept[-1].says("Ctrl-C stops everything.")
         return installation, kept[-1]
 
     with ExitStack() as stack:
-        yield standing
+        yield running
 
 
 @pytest.fixture
-def standing(_standing: Callable[[], tuple[Installation, Up]]) -> tuple[Installation, Up]:
-    """One that runs, which several tests use; started anew where one of them has ended it."""
-    return _standing()
+def running(_keep_running: Callable[[], tuple[Installation, Up]]) -> tuple[Installation, Up]:
+    """A running installation that several tests share; it is started again if a test has ended it."""
+    return _keep_running()
 
 
 @dataclass
 class Demo:
-    """A demonstration that has ended, on a Redis of one's own and with keys required."""
+    """A completed demonstration on a separate Redis, with keys required."""
 
     installation: Installation
     up: Up
@@ -151,13 +151,13 @@ class Follower:
         return found
 
 
-def test_a_jobs_events_stand_in_the_stream_within_a_second(standing: tuple[Installation, Up]) -> None:
-    installation, _ = standing
+def test_a_jobs_events_reach_the_stream_within_a_second(running: tuple[Installation, Up]) -> None:
+    installation, _ = running
     follower = Follower(installation)
     jobs: list[str] = []  # The installation's own first job may end only now.
 
     def has_all(events: list[dict[str, Any]]) -> bool:
-        return any(it["subject"] in jobs and it["type"] == "job.completed" for it in events)
+        return any(event["subject"] in jobs and event["type"] == "job.completed" for event in events)
 
     with ThreadPoolExecutor() as pool:
         following = pool.submit(follower.follow, has_all)
@@ -165,11 +165,11 @@ def test_a_jobs_events_stand_in_the_stream_within_a_second(standing: tuple[Insta
         found = [(event, late_s) for event, late_s in following.result() if event["subject"] in jobs]
     assert [event["type"] for event, _ in found] == ["job.enqueued", "job.started", "job.completed"]
     assert {event["specversion"] for event, _ in found} == {"1.0"}
-    assert min(late_s for _, late_s in found) < 1.0, found  # The others for a machine that has much else to do.
+    assert min(late_s for _, late_s in found) < 1.0, found  # Other events may be late on a busy machine.
 
 
-def test_a_killed_process_comes_back_and_jobs_go_on(standing: tuple[Installation, Up]) -> None:
-    installation, up = standing
+def test_a_killed_process_comes_back_and_jobs_go_on(running: tuple[Installation, Up]) -> None:
+    installation, up = running
     for name in ("worker", "valkey"):
         pid = installation.pid_of({"worker": "worker@", "valkey": "valkey-server"}[name])
         assert pid is not None
@@ -180,9 +180,9 @@ def test_a_killed_process_comes_back_and_jobs_go_on(standing: tuple[Installation
     assert job["status"] == "completed"
 
 
-def test_everything_can_be_done_from_the_command_line(standing: tuple[Installation, Up], tmp_path: Path) -> None:
-    """The commands run in this process: to start one for each would take a second of each."""
-    ask, run = standing[0].ask_here, standing[0].run_here
+def test_everything_can_be_done_from_the_command_line(running: tuple[Installation, Up], tmp_path: Path) -> None:
+    """The commands run in this process: a new process for each would take a second."""
+    ask, run = running[0].ask_here, running[0].run_here
 
     jobs = ask("submit", "zimg", '{"seconds": 0.05}', "--count", "3", "--priority", "2", "--wait")
     assert [(job["status"], job["priority"]) for job in jobs] == [("completed", 2)] * 3
@@ -286,8 +286,8 @@ def test_a_signal_during_the_start_leaves_nothing_behind(installation: Installat
         assert installation.processes() == {}
 
 
-def test_when_it_is_killed_its_processes_do_not_stay(standing: tuple[Installation, Up]) -> None:
-    installation, up = standing
+def test_the_processes_of_a_killed_supervisor_end(running: tuple[Installation, Up]) -> None:
+    installation, up = running
     up.process.kill()
     up.process.wait()
     eventually(lambda: not installation.processes(), "the end of all processes", DEADLINE_S)

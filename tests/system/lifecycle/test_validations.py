@@ -1,4 +1,4 @@
-"""Validations through real processes: a server cannot tell their jobs, and one that lies is drained."""
+"""Validations through real processes: a server cannot recognize their jobs, and one with wrong results is drained."""
 
 import re
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def _shape(seen: Seen) -> tuple[object, ...]:
     return seen.method, _ID.sub("ID", seen.path), list(headers.items()), _ID.sub("ID", seen.body.decode())
 
 
-def test_a_server_cannot_tell_a_validation_job(api: HttpApi) -> None:
+def test_a_server_cannot_recognize_a_validation_job(api: HttpApi) -> None:
     with Server(4) as server:
         _register(api, "honest", server)
         ordinary = api.submit("sums", _PAYLOAD)

@@ -80,22 +80,20 @@ def test_direct_traffic_makes_the_job_wait_and_costs_it_nothing(stack: Stack, ap
     assert (job["status"], job["attempts"]) == ("completed", 1)
 
 
-def test_the_client_is_told_by_a_signed_webhook(
-    stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer
-) -> None:
+def test_the_client_gets_a_signed_webhook(stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer) -> None:
     api.register("hooked", stack.server(server_name, 1))
     httpserver.expect_request("/hook", method="POST").respond_with_data("ok")
 
     job_id = api.submit("hooked", {"prompt": "hi", "seconds": 0.01}, callback_url=httpserver.url_for("/hook"))
 
-    def told_so_far() -> list[Request]:
+    def hook_requests() -> list[Request]:
         return [request for request, _ in httpserver.log if request.path == "/hook"]
 
-    eventually(told_so_far, "the webhook arrives")
-    request = told_so_far()[0]
+    eventually(hook_requests, "the webhook arrives")
+    request = hook_requests()[0]
     (secret,) = api.call("GET", "/admin/webhook-secrets/default").json()["secrets"]
-    told = Webhook(secret).verify(request.get_data(), dict(request.headers))
-    assert (told["job_id"], told["status"], told["result"]["prompt"]) == (job_id, "completed", "hi")
+    message = Webhook(secret).verify(request.get_data(), dict(request.headers))
+    assert (message["job_id"], message["status"], message["result"]["prompt"]) == (job_id, "completed", "hi")
 
 
 def test_a_waiting_job_is_canceled_at_once_and_a_running_one_by_its_server(
@@ -163,7 +161,7 @@ def test_a_thousand_jobs_run_once_in_order_and_never_more_than_the_slots(stack: 
 
 
 def offers_of(stack: Stack, job_ids: list[str]) -> list[int]:
-    """The number of the offer that each job was started by: the order in which the room let them go."""
+    """Return the offer number of each job's start: the order in which the queue released the jobs."""
     script = (
         "import sys, json; from tasks.services import dispatcher; ids = json.load(sys.stdin);"
         "print(json.dumps([e.data['offer'] for i in ids for e in dispatcher().store.list_events(i)"

@@ -163,7 +163,7 @@ def short_folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whatever_ends_it_leaves_no_process(short_folder, number):
+def test_a_simulation_that_a_signal_ends_leaves_no_process(short_folder, number):
     words = [sys.executable, "-P", "-m", "app.cli", "simulate", "--rate", "20000", "--duration", "5h"]
     env = os.environ | {"TMPDIR": str(short_folder)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -171,14 +171,14 @@ def test_whatever_ends_it_leaves_no_process(short_folder, number):
         until(lambda: valkey_below(short_folder) or process.poll() is not None, "a Valkey")
         assert process.poll() is None
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
     until(lambda: valkey_below(short_folder) is None, "the end of the Valkey")
     if number == signal.SIGINT:
-        # Where Ctrl-C comes while Python executes a text, it ends by the signal, which a shell calls 130, too.
-        assert process.returncode in (130, -signal.SIGINT) and said in ("Interrupted.\n", "")
+        # At some moments of Ctrl-C, Python dies by the signal instead, which a shell reports as 130, too.
+        assert process.returncode in (130, -signal.SIGINT) and stderr in ("Interrupted.\n", "")
         assert list(short_folder.iterdir()) == []
 
 

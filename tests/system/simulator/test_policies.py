@@ -47,7 +47,7 @@ def test_aging_no_job_is_overtaken_by_one_accepted_more_than_the_head_start_late
 
 
 def test_aging_makes_use_of_the_head_start(play):
-    """The bound is no wider than it must be: somebody is overtaken by nearly as much."""
+    """The bound is tight: some job is overtaken by nearly as much."""
     catalog = a_catalog(2, policy="aging", tier_head_start=30.0)
     jobs = play(a_scenario(bursty(5, 1500, 1000), catalog)).jobs
     assert -5000 < worst_overtaking_ms(jobs, 30_000) <= 0

@@ -161,7 +161,7 @@ def test_a_server_that_is_paused_gets_nothing(play):
         ({"outages": [Outage("gpu1", 5, 5)]}, "ends before it begins"),
     ],
 )
-def test_what_cannot_be_played_is_said_in_one_sentence(change, says):
+def test_an_invalid_scenario_is_refused_with_one_sentence(change, says):
     with pytest.raises(SimulationError, match=says) as refused:
         run(replace(a_scenario([at(0)]), **change))
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The migrations lead to exactly the declared tables, on both databases, whoever runs them and how often."""
+"""The migrations create exactly the declared tables, on both databases, for each process and after each repetition."""
 
 import ast
 import shutil
@@ -153,7 +153,7 @@ def test_the_newest_schema_is_the_one_that_alembic_takes_for_it():
     assert known - followed == set(steps.get_heads()) == {_HEAD}
 
 
-def test_a_schema_that_lags_behind_is_told_to_migrate(empty_url, tmp_path, monkeypatch):
+def test_the_check_of_an_old_schema_names_the_migrate_command(empty_url, tmp_path, monkeypatch):
     migrate.upgrade(empty_url)
     steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
     (steps / "versions" / "9999_next.py").write_text(
@@ -216,15 +216,15 @@ def test_going_back_before_the_first_revision_is_refused_and_deletes_nothing(emp
     database.close()
 
 
-def test_what_going_back_says_that_it_drops_is_what_it_drops(empty_url):
+def test_a_downgrade_drops_exactly_the_announced_tables_and_columns(empty_url):
     migrate.upgrade(empty_url)
-    before, said = _columns(empty_url), migrate.dropped_by(empty_url, "0001")
+    before, announced = _columns(empty_url), migrate.dropped_by(empty_url, "0001")
     assert migrate.dropped_by(empty_url, _HEAD) == []
     migrate.migrate_to(empty_url, "0001")
     after = _columns(empty_url)
     tables = before.keys() - after.keys()
     columns = {f"{table}.{name}" for table, names in after.items() for name in before[table] - names}
-    assert sorted(said) == sorted(tables | columns)
+    assert sorted(announced) == sorted(tables | columns)
     assert migrate.dropped_by(empty_url, _HEAD) == []
 
 
@@ -374,7 +374,7 @@ def test_a_schema_at_head_needs_nothing(empty_url):
     assert migrate.check(empty_url) is None
 
 
-def test_an_empty_database_is_told_to_migrate(empty_url):
+def test_the_check_of_an_empty_database_names_the_migrate_command(empty_url):
     assert "slotkeeper migrate" in migrate.check(empty_url)
 
 
@@ -383,7 +383,7 @@ def test_asking_creates_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
+def test_the_check_recognizes_the_schema_of_a_newer_release(empty_url):
     migrate.upgrade(empty_url)
     engine = create_engine(empty_url)
     with engine.begin() as connection:
@@ -397,7 +397,7 @@ def test_a_schema_of_a_newer_release_is_told_from_an_old_one(empty_url):
         migrate.upgrade(empty_url)
 
 
-# -- whether there is anything to migrate, told without Alembic ------------------------------------------------
+# -- pending migrations, checked without Alembic ---------------------------------------------------------------
 
 
 def test_a_file_with_the_newest_schema_is_current(sqlite_url):
@@ -443,7 +443,7 @@ def test_a_database_that_is_not_there_is_unavailable(act, tmp_path):
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("act", [migrate.upgrade, migrate.check])
-def test_of_a_database_that_does_not_exist_is_said_how_to_create_it(_empty_postgres_url, act):
+def test_the_error_for_a_missing_database_says_how_to_create_it(_empty_postgres_url, act):
     url = make_url(_empty_postgres_url).set(database="missing").render_as_string(hide_password=False)
     with pytest.raises(DatabaseUnavailable, match=r'"missing" does not exist\): create it \(docs/how-to/postgresql.md'):
         act(url)

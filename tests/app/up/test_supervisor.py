@@ -133,10 +133,10 @@ def test_no_more_processes_begin_at_a_time_than_there_are_processors(
     assert bench.supervisor.running == names
 
 
-def test_a_process_is_not_taken_for_one_of_its_number_that_was_killed_and_is_named_where_it_does_not_begin(
+def test_the_file_of_a_killed_process_with_the_same_pid_does_not_count_as_a_start(
     bench: Bench, begins: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes of a container have the same numbers each time."""
+    """The processes of a container get the same pids at each start."""
     start = bench.supervisor.start
 
     def start_after_another(role: Role) -> None:

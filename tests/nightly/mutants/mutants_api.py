@@ -72,7 +72,7 @@ MUTANTS = [
         swap("visible_tenant()", "None"),
         kills=["test_a_tenant_follows_its_own_jobs_and_an_administrator_all"],
         breaks="authorization",
-        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+        still="test_a_new_stream_sends_only_new_events_that_match_its_filter",
     ),
     Mutant(
         "an internal address is stored",

@@ -66,9 +66,9 @@ MUTANTS = [
         "events that occur while the database is read are lost",
         "app.server.event_stream:EventStream._send_missed",
         swap("yield await self._buffered_text()", "self._buffered = []"),
-        kills=["test_what_happens_while_the_record_is_read_is_told_once_and_in_order"],
+        kills=["test_events_stored_during_a_slow_read_are_sent_once_and_in_order"],
         breaks="no lost event",
-        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+        still="test_a_new_stream_sends_only_new_events_that_match_its_filter",
     ),
     Mutant(
         "the number of streams is not limited",
@@ -76,7 +76,7 @@ MUTANTS = [
         swap("self.taken.total() < self.most and self.taken[account] < self.share", "True"),
         kills=["test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own"],
         breaks="limits",
-        still="test_a_stream_begins_now_and_tells_what_is_wanted",
+        still="test_a_new_stream_sends_only_new_events_that_match_its_filter",
     ),
     Mutant(
         "a stream outlives its key",

@@ -80,9 +80,9 @@ MUTANTS = [
         "the end of a job creates no notification",
         "slotkeeper.jobs.notifications:make_notification_id",
         always("to not in FINAL_STATES or row.envelope is None"),
-        kills=["test_every_end_of_a_job_that_came_by_celery_is_owed"],
+        kills=["test_every_end_of_a_celery_job_stores_a_notification"],
         breaks="TELL-1",
-        still="test_a_job_that_came_by_another_way_owes_nothing",
+        still="test_a_job_of_another_source_stores_no_notification",
     ),
     Mutant(
         "a task id names whatever comes under it",

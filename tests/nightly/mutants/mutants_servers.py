@@ -9,7 +9,7 @@ MUTANTS = [
         never('outcome.is_faulty_json and server.description.mode == "callback"'),
         kills=["test_json_with_a_fault_is_refused_and_ends_a_run_that_nobody_polls"],
         breaks="reading errors",
-        still="test_what_does_not_tell_the_end_is_ignored",
+        still="test_a_push_without_a_final_status_is_ignored",
     ),
     Mutant(
         "a push ends the run of another job",
@@ -91,8 +91,8 @@ MUTANTS = [
         "tasks.servers.adapter:ServerAdapter.secrets_to_redact",
         swap("return (*filter(None, map(self._secret, sorted(self.description.secrets))), *known)", "return known"),
         kills=[
-            "test_a_poll_that_repeats_what_the_submit_sent_tells_it_to_nobody",
-            "test_what_a_server_repeats_of_a_secret_is_told_to_nobody",
+            "test_a_secret_of_the_submit_that_a_poll_repeats_is_redacted",
+            "test_a_secret_that_a_server_repeats_in_its_error_is_redacted",
         ],
         breaks="secrets",
         still="test_two_seals_of_one_secret_differ",

@@ -1,4 +1,4 @@
-"""Acts: who did what, in the transaction of what it changed, and never changed afterwards."""
+"""Each audit entry names the actor and the act, is stored with the change that it describes, and never changes."""
 
 import pytest
 from sqlalchemy import text
@@ -31,7 +31,7 @@ def _note(word, job):
     return audit.make_entry(word, job_id=job.id, now_ms=T0).write
 
 
-def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_door(database, store):
+def test_each_act_of_an_operator_is_one_entry_with_its_actor_origin_and_interface(database, store):
     catalog, tenants = Catalog(database), Tenants(database)
     with audit.acting_as(EVE):
         catalog.register("zimg", "gpu1", "http://gpu1/run", 2, T0)
@@ -59,27 +59,29 @@ def test_each_act_of_an_operator_is_one_event_with_who_from_where_and_by_which_d
         "tenant.remove",
     ]
     found = audit.find_entries(database, AuditFilter())
-    assert {(it.actor, it.interface, it.origin) for it in found} == {("eve", "REST", "10.0.0.7")}
+    assert {(entry.actor, entry.interface, entry.origin) for entry in found} == {("eve", "REST", "10.0.0.7")}
     (drained,) = audit.find_entries(database, AuditFilter(act="server.drain"))
     assert (drained.server, drained.reason, drained.at_ms) == ("gpu1", "new disk", T0)
     (configured,) = audit.find_entries(database, AuditFilter(act="model.configure"))
     assert (configured.model, configured.data) == ("zimg", {"overrides": {"max_retries": 5}, "described": False})
 
 
-def test_whoever_cancels_retries_or_deletes_a_job_is_noted_beside_its_transitions(database, store):
+def test_each_cancel_and_retry_of_a_job_is_audited_beside_the_events_of_the_job(database, store):
     waiting, running, dead = a_queued_job(store), a_running_job(store).job, an_ended_job(store, State.DEAD)
     with audit.acting_as(EVE):
         store.cancel_waiting(waiting.id, T0, write_audit=_note("job.cancel", waiting))
         store.request_cancel(running.id, T0, _note("job.cancel", running))
-        store.request_cancel(running.id, T0 + SECOND, _note("job.cancel", running))  # It is wanted already.
+        store.request_cancel(running.id, T0 + SECOND, _note("job.cancel", running))  # The cancel is requested already.
         store.revive(dead.id, T0, _note("job.retry", dead))
-    assert [_words(database, job_id=it.id) for it in (waiting, running, dead)] == [
+    assert [_words(database, job_id=job.id) for job in (waiting, running, dead)] == [
         ["job.cancel"],
         ["job.cancel"],
         ["job.retry"],
     ]
-    assert {(it.model, it.tenant) for it in audit.find_entries(database, AuditFilter())} == {("zimg", "default")}
-    assert [it.type for it in store.list_events(waiting.id)] == ["job.enqueued", "job.canceled"]
+    assert {(entry.model, entry.tenant) for entry in audit.find_entries(database, AuditFilter())} == {
+        ("zimg", "default")
+    }
+    assert [event.type for event in store.list_events(waiting.id)] == ["job.enqueued", "job.canceled"]
 
 
 def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
@@ -114,15 +116,17 @@ def test_no_secret_stands_in_an_act(database):
         assert "sealed-text" not in repr(done)
 
 
-def test_acts_are_found_by_whom_and_what_they_concern_and_when(database, store):
+def test_acts_are_found_by_actor_server_model_and_time(database, store):
     catalog = Catalog(database)
     for n, name in enumerate(("eve", "mallory")):
         with audit.acting_as(Actor(name, "REST")):
             catalog.register("zimg", f"gpu{n}", "http://gpu/run", 1, T0 + n * SECOND)
-    assert [it.actor for it in audit.find_entries(database, AuditFilter(server="gpu1"))] == ["mallory"]
-    assert [it.server for it in audit.find_entries(database, AuditFilter(actor="eve"))] == ["gpu0"]
-    assert [it.server for it in audit.find_entries(database, AuditFilter(model="zimg", since_ms=T0 + 1))] == ["gpu1"]
-    assert [it.server for it in audit.find_entries(database, AuditFilter(until_ms=T0 + SECOND))] == ["gpu0"]
+    assert [entry.actor for entry in audit.find_entries(database, AuditFilter(server="gpu1"))] == ["mallory"]
+    assert [entry.server for entry in audit.find_entries(database, AuditFilter(actor="eve"))] == ["gpu0"]
+    assert [entry.server for entry in audit.find_entries(database, AuditFilter(model="zimg", since_ms=T0 + 1))] == [
+        "gpu1"
+    ]
+    assert [entry.server for entry in audit.find_entries(database, AuditFilter(until_ms=T0 + SECOND))] == ["gpu0"]
     newest, oldest = audit.find_entries(database, AuditFilter())
     assert audit.find_entries(database, AuditFilter(), before=newest.id) == [oldest]
 
@@ -145,7 +149,7 @@ def test_the_database_refuses_to_empty_the_events(postgres_url):
     database.close()
 
 
-def test_acts_and_events_are_removed_when_their_time_has_come_and_their_jobs_are_gone(database, store):
+def test_old_acts_and_old_events_of_deleted_jobs_are_removed(database, store):
     job, kept = an_ended_job(store, State.DEAD), a_queued_job(store)
     with audit.acting_as(EVE):
         Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)
@@ -156,17 +160,19 @@ def test_acts_and_events_are_removed_when_their_time_has_come_and_their_jobs_are
     assert store.list_events(job.id) == []
     assert len(store.list_events(kept.id)) == 1
     assert _words(database) == ["server.register"]
-    assert ageing.delete_next(T0 + SECOND, T0 + SECOND, _EVER) is None  # The end: it begins anew.
+    assert (
+        ageing.delete_next(T0 + SECOND, T0 + SECOND, _EVER) is None
+    )  # The end: the next call starts from the beginning.
     assert ageing.delete_next(T0 + SECOND, T0 + SECOND, _EVER) == 1
     assert _words(database) == []
 
 
-def test_what_no_sink_has_got_yet_is_not_removed(database, store):
+def test_events_that_a_sink_has_not_received_are_not_removed(database, store):
     job = an_ended_job(store, State.DEAD)
     retention.delete_ended_jobs(store.database, T0 + SECOND)
     last = store.list_events(job.id)[1].id
     assert EventRetention(database).delete_next(T0 + SECOND, 0, last) == 2
-    assert [it.type for it in store.list_events(job.id)] == ["job.dlq"]
+    assert [event.type for event in store.list_events(job.id)] == ["job.dlq"]
 
 
 def test_events_are_removed_slice_by_slice(database, store):

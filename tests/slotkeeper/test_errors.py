@@ -1,4 +1,4 @@
-"""Each error has a stable code of its own, a title, and says whether to try again."""
+"""Each error has a unique stable code and a title, and states whether to try again."""
 
 import inspect
 

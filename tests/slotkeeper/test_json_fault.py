@@ -41,8 +41,8 @@ def test_a_long_number_is_shortened():
 
 
 def test_an_integer_with_too_many_digits_is_named_with_its_place_and_what_to_do():
-    said = describe_fault(b'{"n":' + b"7" * 4301 + b"}")
-    assert said == "a whole number has more than 4,300 digits; send it as a text (character 6)"
+    message = describe_fault(b'{"n":' + b"7" * 4301 + b"}")
+    assert message == "a whole number has more than 4,300 digits; send it as a text (character 6)"
 
 
 def test_an_integer_beyond_doubles_is_no_fault():

@@ -1,4 +1,4 @@
-"""Large JSON values are kept as their text, and read only where somebody points."""
+"""Large JSON values are kept as text, and only the values at requested pointers are read."""
 
 import json
 import subprocess
@@ -36,14 +36,16 @@ def _large(value: Any) -> bytes:
         ({"": _FILL, "n": 12345678901234567890123}, "/n", 12345678901234567890123),
     ],
 )
-def test_a_pointer_finds_in_a_large_text_what_it_finds_in_its_objects(value: Any, pointer: str, found: Any) -> None:
+def test_a_pointer_finds_the_same_value_in_a_large_text_as_in_its_parsed_objects(
+    value: Any, pointer: str, found: Any
+) -> None:
     text = json.dumps(value, ensure_ascii=False).encode()
     parsed = large_json.parse(text)
     assert isinstance(parsed, RawJson)
     at = pointers.parse(pointer)
     assert pointers.resolve(parsed, at) == found
-    told = large_json.apply_report(text, large_json.report_pointers(text, [at]))
-    assert pointers.resolve(told, at) == found
+    reported = large_json.apply_report(text, large_json.report_pointers(text, [at]))
+    assert pointers.resolve(reported, at) == found
 
 
 def test_a_large_part_of_a_large_text_is_kept_as_it_came() -> None:
@@ -76,7 +78,7 @@ def _elsewhere(text: bytes, pointer: list[str]) -> "subprocess.CompletedProcess[
     return subprocess.run(command, input=text, capture_output=True, cwd=REPO, timeout=60)
 
 
-def test_a_process_of_its_own_tells_what_stands_where_and_ends_with_1_where_that_is_no_json() -> None:
+def test_a_separate_process_reports_the_values_at_pointers_and_exits_with_1_for_invalid_json() -> None:
     text = b'{"status":"success","result":[' + b"[]," * 2_000_000 + b"[]]}"
     ended = _elsewhere(text, ["status"])
     assert ended.returncode == 0, ended.stderr

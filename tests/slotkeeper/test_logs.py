@@ -1,4 +1,4 @@
-"""One line for each event, bounded, and nothing in it that a client or a server has sent."""
+"""The log has one bounded line for each event, without any data that a client or a server has sent."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ def configured() -> None:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+def log_lines(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     def read() -> list[str]:
         assert logs.flush(10)
         return capsys.readouterr().err.splitlines()
@@ -37,26 +37,26 @@ def _fail(text: str, kind: type[Exception] = ValueError) -> None:
     raise kind(local)
 
 
-def test_an_event_is_one_line_with_its_facts(said: Callable[[], list[str]]) -> None:
+def test_an_event_is_one_line_with_its_facts(log_lines: Callable[[], list[str]]) -> None:
     structlog.get_logger("tasks.x").info("it_happened", job_id="j1", why="two words", count=3)
-    (line,) = said()
+    (line,) = log_lines()
     assert line.endswith("Z info    it_happened job_id=j1 why='two words' count=3")
 
 
-def test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly(said: Callable[[], list[str]]) -> None:
+def test_long_values_are_cut_and_unprintable_characters_are_escaped(log_lines: Callable[[], list[str]]) -> None:
     structlog.get_logger("tasks.x").warning(
         "e", long="x" * 10_000, wild="a\nb\x1b]52;c\x07\u202e\x9b", many=["y" * 99] * 99
     )
     logging.getLogger("kombu").warning("%s", "z\x1b[31m" * 10_000)
-    ours, theirs = said()
+    ours, theirs = log_lines()
     assert len(ours) < 3 * logs.MAX_VALUE_LENGTH
     assert len(theirs) <= logs.MAX_LINE_LENGTH
     assert (ours + theirs).isprintable()
 
 
 @pytest.mark.parametrize("how", ["exception", "exc_info", "library"])
-def test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals(
-    said: Callable[[], list[str]], how: str
+def test_an_error_is_one_line_with_its_type_and_places_and_without_its_text_or_locals(
+    log_lines: Callable[[], list[str]], how: str
 ) -> None:
     log = structlog.get_logger("app.problems")
     try:
@@ -68,70 +68,74 @@ def test_an_error_is_one_line_of_kind_and_places_without_its_text_or_locals(
             log.error("it_failed", exc_info=error, job_id="j1")
         else:
             logging.getLogger("celery").exception("it_failed job_id=j1")
-    (line,) = said()
+    (line,) = log_lines()
     assert "it_failed job_id=j1" in line and "ValueError in _fail (slotkeeper/test_logs.py:" in line
     assert PLANTED not in line and line.count("error=") == 1
 
 
 @pytest.mark.parametrize("kind", [OSError, TypeError, RuntimeError])
-def test_an_error_that_can_only_speak_of_code_is_heard(said: Callable[[], list[str]], kind: type[Exception]) -> None:
+def test_the_text_of_an_error_type_that_holds_no_client_data_is_logged(
+    log_lines: Callable[[], list[str]], kind: type[Exception]
+) -> None:
     try:
         _fail("no such file", kind)
     except kind:
         structlog.get_logger("app.x").exception("it_failed")
-    assert f"{kind.__name__}: no such file in _fail" in said()[0]
+    assert f"{kind.__name__}: no such file in _fail" in log_lines()[0]
 
 
-def test_what_celery_tells_of_a_task_has_neither_arguments_nor_results(said: Callable[[], list[str]]) -> None:
-    told = {"name": "infer", "id": "j1", "runtime": 0.5, "description": "raised", "args": PLANTED, "kwargs": PLANTED}
-    told |= {"exc": PLANTED, "traceback": PLANTED, "return_value": PLANTED}
+def test_a_celery_task_is_logged_without_arguments_and_results(log_lines: Callable[[], list[str]]) -> None:
+    fields = {"name": "infer", "id": "j1", "runtime": 0.5, "description": "raised", "args": PLANTED, "kwargs": PLANTED}
+    fields |= {"exc": PLANTED, "traceback": PLANTED, "return_value": PLANTED}
     trace = logging.getLogger("celery.app.trace")
-    trace.error("Task %(name)s[%(id)s] %(description)s: %(exc)s\n%(traceback)s\n", told)
-    trace.error("\nTask %(name)s[%(id)s] succeeded in %(runtime)ss: %(return_value)s %(args)s %(kwargs)s", told)
-    assert [line.partition("error   ")[2] for line in said()] == [
+    trace.error("Task %(name)s[%(id)s] %(description)s: %(exc)s\n%(traceback)s\n", fields)
+    trace.error("\nTask %(name)s[%(id)s] succeeded in %(runtime)ss: %(return_value)s %(args)s %(kwargs)s", fields)
+    assert [line.partition("error   ")[2] for line in log_lines()] == [
         "Task infer[j1] raised: …",
         "Task infer[j1] succeeded in 0.5s: … … …",
     ]
 
 
-def test_of_a_librarys_report_only_its_first_line_is_kept_as_it_was_written(said: Callable[[], list[str]]) -> None:
+def test_a_library_message_is_logged_as_its_first_line_without_arguments(log_lines: Callable[[], list[str]]) -> None:
     consumer = logging.getLogger("celery.worker.consumer.consumer")
     consumer.error(
         "Can't decode message body: %r\n\nbody: %s", PLANTED, PLANTED, exc_info=(ValueError, ValueError(PLANTED), None)
     )
-    (line,) = said()
+    (line,) = log_lines()
     assert "Can't decode message body" in line and PLANTED not in line
 
 
-def test_a_thread_that_dies_is_told_in_a_line(said: Callable[[], list[str]]) -> None:
+def test_an_error_that_ends_a_thread_is_logged_in_one_line(log_lines: Callable[[], list[str]]) -> None:
     thread = threading.Thread(target=_fail, args=(PLANTED,))
     thread.start()
     thread.join()
-    (line,) = said()
+    (line,) = log_lines()
     assert "thread_failed" in line and "ValueError in _fail" in line and PLANTED not in line
 
 
-def test_at_debug_nothing_is_left_out(said: Callable[[], list[str]]) -> None:
+def test_at_level_debug_the_text_of_an_error_is_logged(log_lines: Callable[[], list[str]]) -> None:
     logs.configure("DEBUG")
     try:
         _fail("the whole truth")
     except ValueError:
         structlog.get_logger("app.x").exception("it_failed")
-    assert "ValueError: the whole truth" in said()[0]
+    assert "ValueError: the whole truth" in log_lines()[0]
 
 
-def test_ours_are_heard_from_info_on_and_the_libraries_from_the_level_on(said: Callable[[], list[str]]) -> None:
+def test_our_packages_log_from_info_on_and_libraries_from_the_configured_level_on(
+    log_lines: Callable[[], list[str]],
+) -> None:
     for name in ("tasks.x", "celery.x"):
         logging.getLogger(name).info("quiet %s", name)
     structlog.get_logger("tasks.x").info("loud")
-    assert [line.partition("info    ")[2] for line in said()] == ["quiet tasks.x", "loud"]
+    assert [line.partition("info    ")[2] for line in log_lines()] == ["quiet tasks.x", "loud"]
 
 
-def test_configured_twice_it_speaks_once(said: Callable[[], list[str]]) -> None:
+def test_an_event_is_logged_once_when_logs_are_configured_twice(log_lines: Callable[[], list[str]]) -> None:
     logs.configure()
     structlog.get_logger("tasks.x").error("once")
-    assert len(said()) == 1
-    assert sum(isinstance(it, QueueHandler) for it in logging.getLogger().handlers) == 1
+    assert len(log_lines()) == 1
+    assert sum(isinstance(handler, QueueHandler) for handler in logging.getLogger().handlers) == 1
 
 
 def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +147,7 @@ def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.M
     assert "here" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_as_json_each_line_is_an_object_with_its_facts_by_name(said: Callable[[], list[str]]) -> None:
+def test_each_json_line_is_an_object_with_its_facts_by_name(log_lines: Callable[[], list[str]]) -> None:
     logs.configure(form="json")
     structlog.get_logger("tasks.x").info("it_happened", job_id="j1", why="two words", count=3)
     logging.getLogger("kombu").warning("lost %s", "it")
@@ -151,31 +155,31 @@ def test_as_json_each_line_is_an_object_with_its_facts_by_name(said: Callable[[]
         _fail(PLANTED)
     except ValueError:
         structlog.get_logger("app.x").exception("it_failed")
-    ours, theirs, failed = map(json.loads, said())
+    ours, theirs, failed = map(json.loads, log_lines())
     assert ours.pop("at").endswith("Z")
     assert ours == {"level": "info", "event": "it_happened", "job_id": "j1", "why": "two words", "count": 3}
     assert (theirs["level"], theirs["event"]) == ("warning", "lost it")
     assert "ValueError in _fail" in failed["error"] and PLANTED not in str(failed)
 
 
-def test_as_json_a_line_stays_an_object_however_long_or_odd_its_facts(said: Callable[[], list[str]]) -> None:
+def test_a_json_line_stays_valid_with_long_or_unprintable_facts(log_lines: Callable[[], list[str]]) -> None:
     logs.configure(form="json")
     wild = {f"fact{n}": "\ud800\x1b\u202e" * 999 for n in range(99)}
     structlog.get_logger("tasks.x").info("100 %s of it" * 999, job_id="j1", big=1 << 99, none=None, **wild)
     logging.getLogger("kombu").warning("z\x1b[31m" * 10_000)
-    lines = said()
+    lines = log_lines()
     assert all(len(line) <= logs.MAX_LINE_LENGTH and line.isprintable() and json.loads(line) for line in lines)
     assert json.loads(lines[0])["job_id"] == "j1"
 
 
 @pytest.mark.parametrize("name", [*sorted(PACKAGES), "__main__"])
-def test_every_room_of_ours_is_heard_from_info_on(said: Callable[[], list[str]], name: str) -> None:
+def test_every_package_of_the_product_logs_from_info_on(log_lines: Callable[[], list[str]], name: str) -> None:
     structlog.get_logger(f"{name}.x").info("here")
-    assert said()[0].endswith(" here")
+    assert log_lines()[0].endswith(" here")
 
 
-def test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_about_something_else(
-    said: Callable[[], list[str]],
+def test_a_bound_context_is_in_each_line_until_another_context_is_bound(
+    log_lines: Callable[[], list[str]],
 ) -> None:
     log = structlog.get_logger("tasks.x")
     logs.bind_context(job_id="j1", tenant="acme")
@@ -185,7 +189,7 @@ def test_what_a_context_is_about_stands_in_its_lines_and_no_longer_once_it_is_ab
     log.info("three")
     logs.bind_context()
     log.info("four")
-    assert [line.partition("info    ")[2] for line in said()] == [
+    assert [line.partition("info    ")[2] for line in log_lines()] == [
         "one job_id=j1 tenant=acme",
         "two job_id=j2 tenant=acme",
         "three job_id=j3",
@@ -211,7 +215,7 @@ if sys.stdin.readline():
 
 @pytest.fixture
 def stalled() -> Iterator[subprocess.Popen[str]]:
-    """A process that logs more than fits into its pipe and its queue, and whose log nobody reads."""
+    """A process that logs more than its pipe and its queue hold, while no reader empties the pipe."""
     command = [sys.executable, "-c", _LOGS_MUCH]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

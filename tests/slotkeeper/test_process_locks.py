@@ -234,7 +234,7 @@ def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):
 
 
 def test_a_private_folder_without_a_database_is_enough_for_the_proof(tmp_path: Path) -> None:
-    """In production the record is in PostgreSQL, and SLOTKEEPER_HOME holds nothing else."""
+    """In production the database is PostgreSQL, and SLOTKEEPER_HOME holds nothing else."""
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     lives = ProcessLocks(home / "workers")

@@ -24,7 +24,7 @@ def test_of_a_later_version_what_is_known_is_kept(given: str) -> None:
     assert parse_traceparent(given) == GOOD
 
 
-def test_flags_that_are_not_known_are_not_told_on() -> None:
+def test_unknown_trace_flags_are_not_propagated() -> None:
     assert parse_traceparent(f"00-{TRACE}-{SPAN}-fd") == GOOD
 
 
@@ -64,7 +64,7 @@ def test_a_traceparent_that_was_spoiled_in_the_record_counts_for_none(spoiled: s
     assert find_trace("j1", spoiled) == find_trace("j1", None)
 
 
-def test_each_span_of_a_job_has_a_name_of_its_own_whoever_tells_it() -> None:
+def test_each_span_of_a_job_has_a_unique_id_that_any_process_can_compute() -> None:
     named = [make_span_id(job, kind, n) for job in ("j1", "j2") for kind in ("wait", "attempt") for n in (1, 2)]
     assert len(set(named)) == 8
     assert make_traceparent("j1", GOOD, "attempt", 2) == f"00-{TRACE}-{make_span_id('j1', 'attempt', 2)}-01"

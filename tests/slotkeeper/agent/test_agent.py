@@ -151,7 +151,7 @@ def test_a_restarted_agent_answers_from_its_journal(homes: Callable[..., Home]) 
     assert home.status("other-1")["never_received"] is True
 
 
-def test_a_run_that_died_with_the_agent_is_told_from_one_that_never_came(
+def test_a_run_that_died_with_the_agent_is_not_reported_as_never_received(
     homes: Callable[..., Home], tmp_path: Path
 ) -> None:
     home, gate = homes(), Gate(tmp_path / "gate")

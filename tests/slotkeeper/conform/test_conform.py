@@ -1,4 +1,4 @@
-"""`slotkeeper conform` finds what a server does wrong, says so in words, and tries nothing on an unfit one."""
+"""`slotkeeper conform` reports each violation of a server in words, and tests no server that is unfit for a test."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ Edit = Callable[[str, int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 @contextmanager
 def lying(edit: Edit, **options: Any) -> Iterator[ServerUnderTest]:
-    """The reference server, whose answers are changed on their way: edit(path, status, body)."""
+    """The reference server behind a proxy that changes its responses: edit(path, status, body)."""
 
-    def says(seen: Seen) -> bytes:
+    def forward(seen: Seen) -> bytes:
         names = ("x-source", "x-job-id", "x-attempt", "idempotency-key")
         headers = {name: seen.headers[name] for name in names if name in seen.headers}
         there = requests.request(seen.method, server.url + seen.path, data=seen.body, headers=headers, timeout=30)
-        status, said = edit(seen.path, there.status_code, there.json())
+        status, body = edit(seen.path, there.status_code, there.json())
         again = {name: there.headers[name] for name in ("Retry-After",) if name in there.headers}
-        return answer(said, status, **again)
+        return answer(body, status, **again)
 
     config = ServeConfig(port=0, **{"slots": 2, **options})
-    with Scripted(says) as proxy, ReferenceServer(gated.model, config) as server:
+    with Scripted(forward) as proxy, ReferenceServer(gated.model, config) as server:
         yield ServerUnderTest(proxy.url, "async" if options.get("asynchronous") else "sync")
 
 
@@ -72,13 +72,13 @@ def test_a_clause_that_is_not_kept_is_found(name: str, lie: Edit, options: dict[
     assert verdict.why
 
 
-def test_what_was_seen_is_told():
+def test_a_failed_check_reports_what_it_observed():
     with lying(busy_is(429)) as served:
         verdict = run_check(the("busy-when-full"), served)
     assert verdict.why == "the answer of a full server is (429, 'busy'), not (503, 'busy')"
 
 
-def test_what_a_server_is_said_to_be_without_is_left_out():
+def test_a_check_of_a_feature_that_the_server_lacks_is_skipped():
     with lying(in_health()) as served:
         served.without = frozenset({"cancel"})
         verdict = run_check(the("cancel-of-what-runs"), served)
@@ -93,7 +93,7 @@ def test_what_a_server_is_said_to_be_without_is_left_out():
         (in_health(slots=None), "not as described"),
     ],
 )
-def test_a_server_that_cannot_be_put_to_it_is_told_so_before_anything_is_tried(lie: Edit, why: str):
+def test_a_server_that_cannot_be_tested_is_rejected_before_the_first_check(lie: Edit, why: str):
     with lying(lie) as served, pytest.raises(CannotTest, match=why):
         list(conform(served))
 
@@ -112,12 +112,12 @@ def test_a_server_that_is_not_there_is_unfit():
         list(conform(ServerUnderTest("http://127.0.0.1:1", "sync")))
 
 
-def test_the_command_tells_each_clause_and_ends_with_its_exit_status():
+def test_the_command_reports_each_check_and_exits_with_its_status():
     ran = CliRunner().invoke(main, ["conform", "--only", "unknown-id", "--only", "busy-when-full", "--json"])
     assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)
-    assert told["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
-    assert [check["check"] for check in told["checks"]] == ["busy-when-full", "unknown-id"]
+    report = json.loads(ran.stdout)
+    assert report["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
+    assert [check["check"] for check in report["checks"]] == ["busy-when-full", "unknown-id"]
 
 
 def test_the_command_fails_when_a_clause_is_not_kept():

@@ -1,4 +1,4 @@
-"""What the record promises of starts and ends that are written together: few statements, each answered by itself."""
+"""Starts and ends that are written in one batch take few statements, and each has its own outcome."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,25 +22,25 @@ _NOT_TEXT = "\ud800\x00"  # neither database stores both halves of it
 
 
 @contextmanager
-def _heard(database: Database, name: str) -> Iterator[list[Any]]:
-    """What the engine says of its statements or commits."""
-    heard: list[Any] = []
+def _recorded(database: Database, name: str) -> Iterator[list[Any]]:
+    """Record the statements or the commits of the engine."""
+    recorded: list[Any] = []
 
-    def note(*said: Any) -> None:
-        heard.append(said[2] if len(said) > 2 else said)
+    def note(*args: Any) -> None:
+        recorded.append(args[2] if len(args) > 2 else args)
 
     if name == "commit":
         event.listen(database.engine, name, one := lambda connection: note(connection))
     else:
         event.listen(database.engine, name, one := lambda c, cursor, text, values, context, many: note(c, cursor, text))
     try:
-        yield heard
+        yield recorded
     finally:
         event.remove(database.engine, name, one)
 
 
-def _statements(heard: Sequence[str]) -> list[str]:
-    return [text for text in heard if not text.startswith(("BEGIN", "SET LOCAL", "SELECT txid"))]
+def _statements(recorded: Sequence[str]) -> list[str]:
+    return [text for text in recorded if not text.startswith(("BEGIN", "SET LOCAL", "SELECT txid"))]
 
 
 def _end(
@@ -50,18 +50,18 @@ def _end(
     return store.settle_write(run.job.id, attempt or run.attempt, why, LATER, result=result, error=error)
 
 
-def test_ends_that_come_together_have_one_commit_and_insert_their_events_at_once(database, store):
+def test_batched_ends_share_one_commit_and_one_insert_of_their_events(database, store):
     runs = [a_running_job(store) for _ in range(8)]
-    with _heard(database, "before_cursor_execute") as heard, _heard(database, "commit") as commits:
+    with _recorded(database, "before_cursor_execute") as recorded, _recorded(database, "commit") as commits:
         moved = database.commit_all([_end(store, run, result=f'"{n}"') for n, run in enumerate(runs)])
-    assert [text.split()[0] for text in _statements(heard)] == ["UPDATE"] * 8 + ["INSERT"]
+    assert [text.split()[0] for text in _statements(recorded)] == ["UPDATE"] * 8 + ["INSERT"]
     assert len(commits) == 1
-    assert [it.job for it in moved] == [run.job for run in runs]
+    assert [transition.job for transition in moved] == [run.job for run in runs]
     assert [store.get(run.job.id).result for run in runs] == [f'"{n}"' for n in range(8)]
     assert all(trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1) for run in runs)
 
 
-def test_starts_that_come_together_are_each_given_their_own_job(database, store):
+def test_each_batched_start_returns_its_own_job(database, store):
     waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
         store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}", fleet="")
@@ -71,11 +71,11 @@ def test_starts_that_come_together_are_each_given_their_own_job(database, store)
     for n, (job, run) in enumerate(zip(waiting, runs, strict=True)):
         assert (run.job.id, run.payload, run.attempt, run.described_by) == (job.id, f'"{n}"', 1, f"v{n}")
         assert (run.server, run.slot, store.get(job.id).lease) == (f"gpu{n}", f"gpu{n}-slot0", f"l{n}")
-        (told,) = [it.data for it in store.list_events(job.id) if it.type == "job.started"]
-        assert told == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n, "epoch": 0}
+        (data,) = [entry.data for entry in store.list_events(job.id) if entry.type == "job.started"]
+        assert data == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n, "epoch": 0}
 
 
-def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itself(database, store):
+def test_lease_3_each_batched_end_checks_its_own_state_and_token_and_returns_its_own_outcome(database, store):
     ends, old, over, gone, failed, again = (a_running_job(store) for _ in range(6))
     store_end(store, over.job.id, 1, Reason.FINISHED, T0, result='"first"')
     waits = a_queued_job(store)
@@ -89,8 +89,8 @@ def test_lease_3_each_end_is_guarded_by_its_own_state_and_token_and_told_by_itse
         _end(store, again, Reason.SERVER_BUSY),
         _end(store, gone),
     ]
-    told = database.commit_all(asked)
-    assert [it and (it.job.id, it.to) for it in told] == [
+    outcomes = database.commit_all(asked)
+    assert [outcome and (outcome.job.id, outcome.to) for outcome in outcomes] == [
         (ends.job.id, State.COMPLETED),
         None,
         None,
@@ -114,19 +114,19 @@ def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, st
     assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
 
 
-def test_each_of_several_ends_owes_what_its_own_job_asked_for(database, store):
+def test_each_batched_end_writes_the_notifications_that_its_own_job_requested(database, store):
     runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
     moved = database.commit_all([_end(store, run) for run in runs])
-    assert [it.notification_id is not None for it in moved] == [False, False, True]
+    assert [transition.notification_id is not None for transition in moved] == [False, False, True]
     assert (rows_in(database, messages), rows_in(database, result_notifications)) == (1, 1)
 
 
-def test_one_end_that_cannot_be_stored_fails_alone_and_the_others_have_a_commit_each(database, store):
+def test_one_end_that_cannot_be_stored_fails_alone_and_each_other_end_has_its_own_commit(database, store):
     runs = [a_running_job(store) for _ in range(6)]
     asked = [_end(store, run, result=_NOT_TEXT if n == 4 else "{}") for n, run in enumerate(runs)]
-    with _heard(database, "commit") as commits:
-        told = database.commit_all(asked)
-    assert [isinstance(it, Exception) for it in told] == [False, False, False, False, True, False]
+    with _recorded(database, "commit") as commits:
+        outcomes = database.commit_all(asked)
+    assert [isinstance(outcome, Exception) for outcome in outcomes] == [False, False, False, False, True, False]
     assert [store.get(run.job.id).state for run in runs] == [
         State.RUNNING if n == 4 else State.COMPLETED for n in range(6)
     ]
@@ -134,9 +134,9 @@ def test_one_end_that_cannot_be_stored_fails_alone_and_the_others_have_a_commit_
     assert all(len(trail_of(store, run.job.id)) == (2 if n == 4 else 3) for n, run in enumerate(runs))
 
 
-def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database, store):
+def test_ends_and_other_writes_of_one_batch_run_in_their_order(database, store):
     one, two, three = (a_running_job(store) for _ in range(3))
-    told = database.commit_all(
+    outcomes = database.commit_all(
         [
             _end(store, one),
             store.remote_id_write(two.job.id, 1, "r", LATER),
@@ -145,7 +145,13 @@ def test_other_writes_go_on_among_ends_in_the_order_in_which_they_came(database,
             store.remote_id_write(three.job.id, 1, "r", LATER),
         ]
     )
-    assert [getattr(it, "to", it) for it in told] == [State.COMPLETED, True, State.COMPLETED, State.COMPLETED, False]
+    assert [getattr(outcome, "to", outcome) for outcome in outcomes] == [
+        State.COMPLETED,
+        True,
+        State.COMPLETED,
+        State.COMPLETED,
+        False,
+    ]
 
 
 def test_an_end_that_was_stored_without_an_answer_is_found_when_it_is_committed_again(database, store):
@@ -165,21 +171,21 @@ def test_an_end_that_was_never_stored_is_not_found(database, store):
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("locked", [0, 2, 3])
-def test_one_end_whose_job_is_locked_by_somebody_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):
-    """Not even two waits for a lock fit into the time of a transaction."""
+def test_one_end_whose_job_row_is_locked_fails_alone_and_the_others_are_stored_in_time(postgres_url, locked):
+    """The time limit of a transaction is shorter than two lock timeouts."""
     database = Database(postgres_url, DatabaseTimeouts(transaction_s=2.5, lock_s=1.5))
     store = JobStore(database)
     runs = [a_running_job(store) for _ in range(4)]
     with database.engine.begin() as other:
         other.execute(select(jobs.c.id).where(jobs.c.id == runs[locked].job.id).with_for_update())
-        told = database.commit_all([_end(store, run) for run in runs])
-    assert [isinstance(it, DatabaseUnavailable) for it in told] == [n == locked for n in range(4)]
+        outcomes = database.commit_all([_end(store, run) for run in runs])
+    assert [isinstance(outcome, DatabaseUnavailable) for outcome in outcomes] == [n == locked for n in range(4)]
     assert [store.get(run.job.id).state is State.RUNNING for run in runs] == [n == locked for n in range(4)]
     database.close()
 
 
 @pytest.mark.postgres
-def test_several_ends_of_which_the_answer_was_lost_are_known_by_what_they_wrote(postgres_url, monkeypatch):
+def test_batched_ends_whose_commit_reply_was_lost_are_recognized_by_what_they_wrote(postgres_url, monkeypatch):
     database = Database(postgres_url)
     store = JobStore(database)
     runs = [a_running_job(store) for _ in range(3)]
@@ -190,7 +196,7 @@ def test_several_ends_of_which_the_answer_was_lost_are_known_by_what_they_wrote(
 
     with monkeypatch.context() as network:
         network.setattr(database.engine.dialect, "do_commit", lost)
-        told = database.commit_all([_end(store, run) for run in runs])
-    assert not [it for it in told if isinstance(it, CommitUnknown)]
-    assert [it.to for it in told] == [State.COMPLETED] * 3
+        outcomes = database.commit_all([_end(store, run) for run in runs])
+    assert not [outcome for outcome in outcomes if isinstance(outcome, CommitUnknown)]
+    assert [outcome.to for outcome in outcomes] == [State.COMPLETED] * 3
     database.close()

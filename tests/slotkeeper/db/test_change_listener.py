@@ -1,4 +1,4 @@
-"""Who waits for something new in the record is woken by whatever is written to it, and by nothing else."""
+"""The change listener wakes its waiters after each commit to the database, and at no other time."""
 
 import pytest
 

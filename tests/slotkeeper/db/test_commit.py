@@ -1,5 +1,6 @@
-"""What the record promises about writing: group commit keeps every unit to itself, and no answer comes before
-the commit; a database that is gone says so and stores nothing.
+"""Group commit isolates each unit, and returns no result before the commit.
+
+An unavailable database raises an error and stores nothing.
 """
 
 import sqlite3
@@ -194,8 +195,8 @@ def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(databa
     assert len(trail_of(store, job.id)) == 3
 
 
-def test_a_leader_that_is_interrupted_leaves_nobody_waiting_or_wrongly_answered(database, store):
-    """Whoever is not answered by a commit is told that nothing was stored, and may try again."""
+def test_an_interrupted_leader_leaves_no_unit_waiting_or_with_a_wrong_result(database, store):
+    """A unit without a commit is reported as not stored, and its caller may try again."""
 
     def lead() -> Any:
         try:
@@ -230,8 +231,8 @@ def test_a_leader_that_is_interrupted_while_it_is_tried_alone_takes_no_neighbour
     assert store.get(neighbour.id).state == "queued"
 
 
-def test_a_unit_that_finds_a_row_where_it_saw_none_looks_again(database):
-    """Another process inserted it in between; on PostgreSQL only the insert can tell."""
+def test_a_unit_that_conflicts_with_a_concurrent_insert_is_repeated(database):
+    """Another process inserted it in between; on PostgreSQL only the insert shows that."""
     looks = iter([True, False])
 
     def unit(tx: Transaction) -> str:
@@ -399,7 +400,7 @@ def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(da
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_connection_that_was_lost_between_two_writes_is_replaced_before_anybody_hears_of_it(database, store):
+def test_a_connection_that_was_lost_between_two_writes_is_replaced_without_an_error(database, store):
     first = a_queued_job(store)
     with database.engine.connect() as other:
         mine = text(

@@ -63,17 +63,17 @@ def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(conn
     assert not refused.value.connection_invalidated
 
 
-def test_whoever_listens_to_the_engine_hears_these_statements_too(database, connection):
-    heard = []
+def test_listeners_of_the_engine_receive_these_statements_too(database, connection):
+    received = []
 
     def listen(connection, cursor, text, values, *_):
-        heard.append((text, values))
+        received.append((text, values))
 
     event.listen(database.engine, "before_cursor_execute", listen)
     ADD.execute(connection, {"name": "a", "size": 1})
     execute_text(connection, "SELECT 1")
-    assert [text.split()[0] for text, _ in heard] == ["INSERT", "SELECT"]
-    assert "a" in (heard[0][1].values() if isinstance(heard[0][1], dict) else heard[0][1])
+    assert [text.split()[0] for text, _ in received] == ["INSERT", "SELECT"]
+    assert "a" in (received[0][1].values() if isinstance(received[0][1], dict) else received[0][1])
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

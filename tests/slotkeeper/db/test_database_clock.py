@@ -1,4 +1,4 @@
-"""One time for all hosts: what the database says, whatever their own clocks say."""
+"""All hosts use the time of the database, also when their own clocks are wrong."""
 
 import time
 
@@ -23,8 +23,8 @@ class Host:
         self.steady += seconds
         self.wall_ms += round(seconds * 1000)
 
-    def hear(self, common_ms: int, took_s: float = 0.001) -> None:
-        """The common clock said `common_ms` when the answer came."""
+    def sync(self, common_ms: int, took_s: float = 0.001) -> None:
+        """Adjust the clock to a response of the database that took `took_s` and holds `common_ms`."""
         self.clock.adjust(common_ms - took_s * 500, self.steady - took_s, self.steady)
 
 
@@ -33,44 +33,46 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(monkeypatch)
 
 
-def test_until_the_common_clock_is_heard_the_hosts_own_counts(host: Host) -> None:
+def test_the_clock_of_the_host_counts_until_the_database_clock_is_read(host: Host) -> None:
     assert host.clock.now_ms() == COMMON and host.clock.skew_ms == 0
 
 
 @pytest.mark.parametrize("wrong_by_ms", [30_000, -30_000, 3_600_000])
-def test_a_host_whose_clock_is_wrong_goes_by_the_common_one(host: Host, wrong_by_ms: int) -> None:
+def test_a_host_with_a_wrong_clock_uses_the_database_clock(host: Host, wrong_by_ms: int) -> None:
     host.wall_ms += wrong_by_ms
-    host.hear(COMMON)
+    host.sync(COMMON)
     host.later(10)
     assert host.clock.now_ms() == COMMON + 10_000
     assert host.clock.skew_ms == wrong_by_ms
 
 
-def test_while_the_database_is_away_a_step_of_the_hosts_clock_changes_nothing(host: Host) -> None:
-    host.hear(COMMON)
+def test_a_step_of_the_host_clock_changes_nothing_while_the_database_is_unavailable(host: Host) -> None:
+    host.sync(COMMON)
     host.wall_ms -= 3_600_000
     host.later(60)
     assert host.clock.now_ms() == COMMON + 60_000
 
 
-def test_the_quickest_answer_is_believed(host: Host) -> None:
-    host.hear(COMMON, took_s=0.001)
+def test_the_response_with_the_shortest_round_trip_sets_the_clock(host: Host) -> None:
+    host.sync(COMMON, took_s=0.001)
     host.later(1)
-    host.hear(COMMON + 1_000 + 300, took_s=0.8)
+    host.sync(COMMON + 1_000 + 300, took_s=0.8)
     assert host.clock.now_ms() == COMMON + 1_000
 
 
-def test_a_common_clock_that_was_set_is_followed_at_once(host: Host) -> None:
-    host.hear(COMMON)
+def test_a_step_of_the_database_clock_is_followed_at_once(host: Host) -> None:
+    host.sync(COMMON)
     host.later(1)
-    host.hear(COMMON + 6_000, took_s=0.01)
+    host.sync(COMMON + 6_000, took_s=0.01)
     assert host.clock.now_ms() == COMMON + 6_000
 
 
-def test_a_host_that_is_far_off_says_so_now_and_then(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_clock_difference_is_logged_at_most_once_an_interval(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
     host.wall_ms += clocks.MAX_SKEW_MS + 1
     for _ in range(3):
-        host.hear(COMMON)
+        host.sync(COMMON)
     assert capsys.readouterr().out.count("host_clock_differs") == 1
 
 

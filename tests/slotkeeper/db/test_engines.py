@@ -190,8 +190,8 @@ def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, mon
     assert found == 2
 
 
-def test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_written_anew(sqlite, disk, monkeypatch):
-    """The system has told of its error who had the log open, and does not tell who opens it now."""
+def test_after_a_disk_error_the_log_is_rewritten_before_a_new_connection_commits(sqlite, disk, monkeypatch):
+    """The kernel reports a write error to each descriptor that was open, and to none that is opened later."""
 
     def fail() -> None:
         raise OSError(5, "the disk is gone")
@@ -200,14 +200,14 @@ def test_a_disk_that_failed_is_not_believed_by_a_new_connection_before_all_was_w
     acts.append(fail)
     assert isinstance(sqlite.commit_all([Write(_insert)])[0], CommitUnknown)
     acts.clear()
-    anew: list[str] = []
-    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: anew.append("anew"))
+    rewrites: list[str] = []
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: rewrites.append("anew"))
     with closing(sqlite3.connect(sqlite.engine.url.database)) as other:
         other.execute("SELECT count(*) FROM rows").fetchone()  # So that the log stays.
         with pytest.raises(ZeroDivisionError):
             sqlite.write(lambda tx: 1 / 0)  # Its connection is given up.
         assert sqlite.commit_all([Write(_insert)]) == [None]
-    assert anew == ["anew"]
+    assert rewrites == ["anew"]
 
 
 def _is_in(name: str, thread: threading.Thread) -> bool:
@@ -216,12 +216,12 @@ def _is_in(name: str, thread: threading.Thread) -> bool:
     return frame is not None and frame.f_code.co_name == name
 
 
-def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sqlite, disk, monkeypatch):
-    """The system tells of an error once for each file that is open: who waits beside hears of none."""
+def test_after_a_disk_error_the_log_is_rewritten_before_the_next_waiting_write_syncs(sqlite, disk, monkeypatch):
+    """The kernel reports an error once for each open file: the sync of a second writer would succeed."""
     acts, waited = disk
-    at_it, goes_on, answers, anew = threading.Event(), threading.Event(), list[Any](), list[int]()
+    at_it, goes_on, results, rewrites = threading.Event(), threading.Event(), list[Any](), list[int]()
     rewrite = sqlite_db.checkpoint_log
-    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: (rewrite(engine), anew.append(len(waited))))
+    monkeypatch.setattr(sqlite_db, "checkpoint_log", lambda engine: (rewrite(engine), rewrites.append(len(waited))))
 
     def fail_once() -> None:
         if len(waited) == 1:
@@ -230,7 +230,7 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
             raise OSError(5, "the disk is gone")
 
     def write() -> None:
-        answers.extend(sqlite.commit_all([Write(_insert)]))
+        results.extend(sqlite.commit_all([Write(_insert)]))
 
     acts.append(fail_once)
     first, second = threading.Thread(target=write), threading.Thread(target=write)
@@ -238,12 +238,12 @@ def test_of_several_who_wait_for_a_failing_disk_none_is_told_that_all_is_well(sq
     assert at_it.wait(10)
     second.start()
     eventually(lambda: _is_in("sync", second) or not second.is_alive())
-    assert answers == [], "it waits for its turn"
+    assert results == [], "the second write waits for the first sync"
     goes_on.set()
     first.join(10)
     second.join(10)
-    assert {type(it) for it in answers} == {CommitUnknown, type(None)}
-    assert anew == [1], "before the second waits for it"
+    assert {type(result) for result in results} == {CommitUnknown, type(None)}
+    assert rewrites == [1], "the log is rewritten before the second sync"
 
 
 def test_readers_wait_for_the_log_of_all_processes(sqlite, disk):
@@ -255,9 +255,7 @@ def test_readers_wait_for_the_log_of_all_processes(sqlite, disk):
     assert synced == [f"{sqlite.engine.url.database}-wal"] * 2
 
 
-def test_readers_whose_disk_fails_or_who_get_no_connection_are_told_that_the_database_is_unavailable(
-    sqlite, disk, monkeypatch
-):
+def test_readers_get_database_unavailable_when_the_disk_fails_or_the_pool_is_exhausted(sqlite, disk, monkeypatch):
     acts, _ = disk
     monkeypatch.setattr(sqlite.engine.pool, "_timeout", 0.01)
     monkeypatch.setattr(sqlite.engine.pool, "_max_overflow", 0)
@@ -300,7 +298,7 @@ def test_a_write_takes_no_file_descriptor(sqlite, disk):
     assert len(during[0]) == len(before)
 
 
-# -- by whoever must not wait ----------------------------------------------------------------------------------
+# -- by callers that must not wait -------------------------------------------------------------------------------
 
 
 def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
@@ -418,17 +416,17 @@ def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqli
         assert _count(connection) == 1
 
 
-def test_what_is_spoiled_at_once_is_stored_as_a_whole_or_not_at_all(sqlite, disk):
-    """Else a thread does it a second time: a start that finds its own job running takes it for somebody else's."""
+def test_a_nonblocking_commit_stores_all_its_writes_or_none(sqlite, disk):
+    """Otherwise a thread repeats the writes: a start that finds its own job running takes it for another worker's."""
 
     def spoil(tx: Any) -> None:
         raise ValueError("spoiled")
 
-    writes: list[Write[Any]] = [Write(it, durable=False) for it in (_insert, spoil, _insert)]
+    writes: list[Write[Any]] = [Write(unit, durable=False) for unit in (_insert, spoil, _insert)]
     assert _tried(sqlite, writes) is None
     with sqlite.read() as connection:
         assert _count(connection) == 0
-    assert [type(it) for it in sqlite.commit_all(writes)] == [type(None), ValueError, type(None)]
+    assert [type(outcome) for outcome in sqlite.commit_all(writes)] == [type(None), ValueError, type(None)]
 
 
 def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, monkeypatch):
@@ -568,7 +566,7 @@ def test_a_postgresql_that_vanishes_is_noticed_in_seconds(monkeypatch):
     assert asked["connect_timeout"] == 5
 
 
-def test_the_server_is_told_how_long_anything_may_take(monkeypatch):
+def test_postgresql_gets_the_timeouts_as_connection_options(monkeypatch):
     options = _asked(monkeypatch, "", lock_s=1.5, statement_s=7, idle_s=2)["options"]
     assert options.split("-c ")[1:] == [  # type: ignore[attr-defined]
         "statement_timeout=7000 ",

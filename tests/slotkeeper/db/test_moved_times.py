@@ -1,4 +1,4 @@
-"""The shared clock is set for good: what was asked in seconds keeps its seconds, and nothing is deleted early."""
+"""After a lasting step of the shared clock, durations keep their length and nothing is deleted early."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -159,7 +159,9 @@ def test_after_a_step_back_no_new_job_is_deleted_early(machine: Machine) -> None
 
 
 @pytest.mark.parametrize("by_ms", [2 * HOUR, -2 * HOUR])
-def test_a_process_that_has_not_heard_of_the_step_stores_nothing_by_its_old_clock(machine: Machine, by_ms: int) -> None:
+def test_a_process_that_has_not_received_the_clock_step_stores_nothing_by_its_old_clock(
+    machine: Machine, by_ms: int
+) -> None:
     """Times that it has taken would be wrong by the step: its jobs would wait for hours, or end at once."""
     job_id = machine.submit(deadline_ms=clock.now_ms() + 600 * SECOND)
     old_ms, old_steps = clock.offset_ms, clock.steps
@@ -172,7 +174,7 @@ def test_a_process_that_has_not_heard_of_the_step_stores_nothing_by_its_old_cloc
         if not expire(clock.now_ms(), 10, Quarantine("deadline_passed", clock.now_ms())):
             machine.submit(deadline_ms=clock.now_ms() + SECOND)
     assert machine.job(job_id).state is State.QUEUED
-    assert clock.now_ms() == begun + by_ms, "it goes by the new clock from here on"
+    assert clock.now_ms() == begun + by_ms, "the process uses the new clock from here on"
     assert [step.by_ms for step in clock.steps] == [by_ms]
     assert expire(clock.now_ms(), 10, Quarantine("deadline_passed", clock.now_ms())) == []
 

@@ -1,4 +1,4 @@
-"""Every statement that the product says again and again finds its rows by an index, and reads no table through.
+"""Every statement that the product executes repeatedly finds its rows by an index, and scans no table.
 
 On both databases; without any statistics, and with those of a large table of ended jobs, from before the backlog came.
 On PostgreSQL also in the form that it takes after some executions, when it plans without knowing the values.
@@ -63,8 +63,8 @@ def _fill_all(database: Database, name: str, rows: int, job: str, message: str, 
     of_job = f"'{name}-' || i"
     _fill(database, "jobs", rows, f"{of_job}, 'busy', {job}, 'rest', '{{}}'")
     _fill(database, "events", rows, f"{of_job}, 'job.enqueued', {T0}, 0, '{{}}'")
-    told = f"10, {of_job}, 'job.completed', {T0}, '{message}', {T0}, {T0}, {T0}"
-    _fill(database, "messages", rows, f"{of_job}, {told}")
+    columns = f"10, {of_job}, 'job.completed', {T0}, '{message}', {T0}, {T0}, {T0}"
+    _fill(database, "messages", rows, f"{of_job}, {columns}")
     _fill(database, "result_notifications", rows, f"'t-{name}-' || i, {of_job}, {T0} + i, {T0}")
     _fill(database, "idempotency_keys", rows, f"'big', {of_job}, {of_job}, '', {LATER} + {expires_ms}")
 
@@ -82,26 +82,26 @@ def _count(database: Database) -> None:
 
 
 @contextmanager
-def _said(database: Database) -> Iterator[list[tuple[str, Any]]]:
-    said: list[tuple[str, Any]] = []
+def _executed(database: Database) -> Iterator[list[tuple[str, Any]]]:
+    executed: list[tuple[str, Any]] = []
 
     def note(connection: object, cursor: object, statement: str, parameters: Any, *_: object) -> None:
         if re.match(r"SELECT|UPDATE|DELETE|INSERT", statement):
-            said.append((statement, parameters))
+            executed.append((statement, parameters))
 
     event.listen(database.engine, "before_cursor_execute", note)
     try:
-        yield said
+        yield executed
     finally:
         event.remove(database.engine, "before_cursor_execute", note)
 
 
 def _plans(database: Database, act: Callable[[], Any]) -> list[str]:
-    """How the database finds what each statement of `act` asks for."""
-    with _said(database) as said:
+    """Return the query plan of each statement that `act` executes."""
+    with _executed(database) as executed:
         act()
     plans = []
-    for statement, parameters in said:
+    for statement, parameters in executed:
         if not isinstance(parameters, list):  # rows of an executemany: nothing is searched
             plans += _explain(database, statement, parameters)
     assert plans
@@ -155,7 +155,7 @@ def _indexes(plan: str) -> list[str]:
 
 
 def _reads_nothing_through(plans: list[str], *, but: str = "no index at all") -> None:
-    """`but`: what may be read through, as it holds just what is asked for, or is walked until there is enough."""
+    """`but`: an index that may be scanned, as all its rows match or the scan ends at a limit."""
     for plan in plans:
         assert but in plan or not (_WALKS.search(plan) or _WALKS_ON_SQLITE.search(plan)), plan
 
@@ -252,9 +252,9 @@ def test_a_listing_by_a_label_reads_the_jobs_of_the_label_or_of_a_filter_that_ha
 
     def finds_page_by(index: str, *labels: str, **filters: Any) -> None:
         filters |= {"tenant": tenant, "before_seq": before}
-        with _said(database) as said:
+        with _executed(database) as executed:
             job_list.find_jobs(database, labels=labels, **filters, limit=20)
-        plans = {statement: _explain(database, statement, parameters) for statement, parameters in said}
+        plans = {statement: _explain(database, statement, parameters) for statement, parameters in executed}
         _reads_nothing_through([line for plan in plans.values() for line in plan])
         page = [line for statement, plan in plans.items() if "count(" not in statement for line in plan]
         _finds_by([line for line in page if "job_labels.seq = " not in line], index)
@@ -333,8 +333,8 @@ def test_a_count_of_queued_jobs_reads_no_others(database, full):
         assert all(re.match("ix_jobs_(queued|state_seq)", index) for index in _indexes(plan)), plan
 
 
-def test_what_time_has_come_for_is_found_by_its_time(database, full):
-    """Nothing is due here; what is, stands first in the index."""
+def test_due_rows_are_found_by_the_index_of_their_time(database, full):
+    """Nothing is due here; due rows would be first in the index."""
     for act, index in (
         (full.promote_due, "ix_jobs_due"),
         (full.expire_overdue, "ix_jobs_deadline"),

@@ -1,4 +1,4 @@
-"""What the record promises when the answer to a COMMIT is lost, or none comes: an unknown is never called a no."""
+"""A COMMIT whose reply is lost or does not come is reported as unknown, and never as failed."""
 
 import sqlite3
 import threading
@@ -64,7 +64,7 @@ def _result(act: Callable[[], Any]) -> Any:
         return error
 
 
-# -- the answer is lost, and the record can be asked -----------------------------------------------------------
+# -- the reply is lost, and the database can be queried --------------------------------------------------------
 
 
 @postgres
@@ -104,8 +104,8 @@ def test_a_group_whose_answer_was_lost_is_answered_from_one_commit_and_never_run
 
 
 @postgres
-def test_what_was_not_stored_is_refused_as_such_and_leaves_no_lock_behind(network, far, near):
-    """The COMMIT did not arrive: its transaction stands open at the server, until whoever asks ends it."""
+def test_a_commit_that_did_not_arrive_is_reported_as_not_stored_and_leaves_no_lock(network, far, near):
+    """The COMMIT did not arrive: its transaction stays open at the server until the inquiry ends it."""
     job, network.swallows = a_queued_job(near), True
     answer = _result(lambda: store_start(far, job.id, "gpu1", "gpu1-slot0", "l w", T0))
     assert type(answer) is DatabaseUnavailable
@@ -138,11 +138,11 @@ def test_a_number_that_another_server_gave_again_proves_nothing(far, near):
         )
 
 
-# -- nobody can be asked ---------------------------------------------------------------------------------------
+# -- the database cannot be queried -------------------------------------------------------------------------------
 
 
 @postgres
-def test_what_cannot_be_found_out_is_said_to_be_unknown_and_the_same_request_finds_the_job(network, far, near):
+def test_a_commit_without_a_reply_is_reported_as_unknown_and_the_same_request_finds_the_job(network, far, near):
     job, network.loses, network.closed = a_job(idempotency_key="k"), True, True
     answer = _result(lambda: far.submit([job], T0))
     assert type(answer) is CommitUnknown
@@ -172,12 +172,12 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
 
 
 @postgres
-def test_a_settle_of_unknown_outcome_that_did_not_happen_is_done_when_asked_again(network, far, near):
+def test_a_settle_of_unknown_outcome_that_was_not_stored_is_stored_when_it_is_repeated(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
     assert type(_result(lambda: store_end(far, run.job.id, 1, Reason.FINISHED, T0, result="1"))) is CommitUnknown
     network.swallows = network.closed = False
-    with near.database.read() as connection:  # The server has noticed that nobody is there any more.
+    with near.database.read() as connection:  # The server has noticed that the client is gone.
         connection.execute(
             text(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
@@ -242,7 +242,7 @@ def test_a_commit_that_did_not_happen_on_sqlite_stored_nothing(failing):
     assert store.submit([job], T0)
 
 
-def test_a_commit_of_which_nothing_can_be_known_is_said_to_be_unknown_at_once(failing):
+def test_a_commit_whose_outcome_cannot_be_queried_is_reported_as_unknown_at_once(failing):
     store = failing(done=False)
     began = time.monotonic()
     answer = _result(lambda: store.request_cancel("j", T0))
@@ -308,7 +308,7 @@ def locked(database) -> Iterator[None]:
         yield
 
 
-def test_while_somebody_holds_a_lock_everybody_is_told_in_time_that_nothing_was_stored(quick, request):
+def test_while_a_lock_is_held_each_writer_learns_in_time_that_nothing_was_stored(quick, request):
     request.getfixturevalue("locked")
     jobs = [a_job() for _ in range(6)]
     began = time.monotonic()

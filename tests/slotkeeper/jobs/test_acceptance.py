@@ -1,4 +1,4 @@
-"""What the record promises about accepting a job: all or none, once for each id and once for each key."""
+"""A batch of jobs is accepted whole or not at all, and a job once for each id and each idempotency key."""
 
 from typing import Any
 
@@ -55,11 +55,11 @@ def test_a_job_with_a_time_before_which_it_must_not_run_is_delayed(database, sto
     assert trail_of(store, accepted.id) == [("job.delayed", "scheduled", 0)]
 
 
-def test_the_event_of_a_submit_says_what_was_accepted(store, database):
+def test_the_event_of_a_submit_names_the_accepted_job(store, database):
     (accepted,) = store.submit([a_job(priority=3, tenant="acme")], T0)
-    (told,) = event_reader.read_page(database, 0, 10).events
-    assert (told.event.job_id, told.event.data) == (accepted.id, {"why": "submitted"})
-    assert (told.model, told.priority, told.tenant) == ("zimg", 3, "acme")
+    (entry,) = event_reader.read_page(database, 0, 10).events
+    assert (entry.event.job_id, entry.event.data) == (accepted.id, {"why": "submitted"})
+    assert (entry.model, entry.priority, entry.tenant) == ("zimg", 3, "acme")
 
 
 def test_a_batch_is_answered_in_its_own_order(store):
@@ -70,25 +70,27 @@ def test_a_batch_is_answered_in_its_own_order(store):
     assert store.submit([], T0) == []
 
 
-def test_a_large_batch_takes_few_statements_and_its_numbers_are_in_its_order(database, store):
-    """Each lets go of the interpreter, and others wait meanwhile until they may write."""
-    said: list[str] = []
-    event.listen(database.engine, "before_cursor_execute", lambda c, cursor, text, *_: said.append(text))
+def test_a_large_batch_takes_few_statements_and_is_numbered_in_its_order(database, store):
+    """Each statement releases the GIL, while other writers wait for the write lock."""
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda c, cursor, text, *_: statements.append(text))
     batch = [a_job() for _ in range(300)]
     first, *others = store.submit(batch, T0)
-    assert sum(text.startswith("INSERT") for text in said) < 20
-    assert [it.seq for it in others] == list(range(first.seq + 1, first.seq + 300))
-    assert [it.event.job_id for it in event_reader.read_page(database, 0, 300).events] == [job.id for job in batch]
+    assert sum(text.startswith("INSERT") for text in statements) < 20
+    assert [job.seq for job in others] == list(range(first.seq + 1, first.seq + 300))
+    assert [entry.event.job_id for entry in event_reader.read_page(database, 0, 300).events] == [
+        job.id for job in batch
+    ]
 
 
-def test_in_a_batch_some_may_be_known_by_id_or_key_and_the_others_are_numbered_in_its_order(database, store):
+def test_known_ids_and_keys_of_a_batch_are_deduplicated_and_the_others_numbered_in_its_order(database, store):
     by_id, by_key = a_job(), a_job(**KEYED)
     store.submit([by_id, by_key], T0)
     batch = [a_job(), by_id, a_job(), a_job(**KEYED), a_job(idempotency_key="k2"), a_job(), a_job()]
     accepted = store.submit(batch, T0)
-    assert [it.deduplicated for it in accepted] == [False, True, False, True, False, False, False]
+    assert [acceptance.deduplicated for acceptance in accepted] == [False, True, False, True, False, False, False]
     assert accepted[3].id == by_key.id
-    fresh = [it.seq for it in accepted if not it.deduplicated]
+    fresh = [acceptance.seq for acceptance in accepted if not acceptance.deduplicated]
     assert fresh == sorted(fresh) and min(fresh) > max(accepted[1].seq, accepted[3].seq)
     assert ledger.read(database).balanced
 
@@ -239,13 +241,13 @@ def test_a_key_that_another_process_is_just_storing_is_waited_for(postgres_url):
     database.close()
 
 
-def test_within_the_window_the_key_names_the_job_and_after_it_is_fresh_work(database, store):
+def test_an_idempotency_key_returns_its_job_within_the_window_and_creates_a_job_after_it(database, store):
     (first,) = store.submit([a_job(**KEYED)], T0)
     end = T0 + WINDOW_S * SECOND
     assert store.submit([a_job(**KEYED)], end - 1)[0].id == first.id
     (fresh,) = store.submit([a_job(**KEYED)], end)
     assert (fresh.deduplicated, fresh.id == first.id) == (False, False)
-    assert store.submit([a_job(**KEYED)], end + 1)[0].id == fresh.id  # a window of its own
+    assert store.submit([a_job(**KEYED)], end + 1)[0].id == fresh.id  # the fresh job has a new window
 
 
 def test_after_the_window_the_key_may_come_with_another_request(store):

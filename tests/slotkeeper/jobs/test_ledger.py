@@ -46,7 +46,7 @@ def test_job_3_a_job_that_vanished_behind_our_back_is_missed(database, store):
     assert ledger.read(database).accepted == 4
 
 
-def test_where_jobs_stand_is_told_without_counting_those_that_are_completed(database, store):
+def test_jobs_are_counted_by_state_without_reading_the_completed_ones(database, store):
     for state in State:
         for _ in range(2):
             a_job_in(store, state)

@@ -1,4 +1,4 @@
-"""What the record answers about many jobs at once: lists, the queue, and what runs where."""
+"""Queries over many jobs return lists, the queue, and the runs of each server."""
 
 from itertools import product
 from typing import Any
@@ -17,13 +17,13 @@ HOUR = 3600 * SECOND
 _PAGE = 5000
 
 
-def test_listing_goes_from_the_newest_on_and_its_cursor_misses_and_doubles_nothing(store):
+def test_a_listing_starts_with_the_newest_job_and_its_cursor_skips_and_repeats_none(store):
     ids = [a_queued_job(store).id for _ in range(7)]
     page, seen = job_list.find_jobs(store.database, limit=3), []
     while page:
         seen += [job.id for job in page]
         assert len(seen) <= len(ids)
-        a_queued_job(store, model="new")  # comes in between two pages
+        a_queued_job(store, model="new")  # accepted between two pages
         page = job_list.find_jobs(store.database, limit=3, before_seq=page[-1].seq)
     assert seen == ids[::-1]
 
@@ -79,7 +79,7 @@ def test_a_job_that_is_deleted_takes_its_labels_with_it_and_no_others(store):
     assert [job.id for job in job_list.find_jobs(store.database, labels=["run=7"])] == [kept.id]
 
 
-def test_the_queue_is_told_in_order_of_acceptance_and_in_pages(store):
+def test_queued_jobs_are_listed_in_order_of_acceptance_and_in_pages(store):
     ids = [a_queued_job(store, model=model).id for model in ("zimg", "flux", "zimg", "trellis", "zimg")]
     a_delayed_job(store)
     first = store.list_queued(["zimg", "flux"], limit=2)

@@ -1,4 +1,4 @@
-"""What the record promises when much falls due at one moment: all of it is moved, each job once, in few statements."""
+"""All jobs that are due at one moment are moved, each once, in few statements."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ DUE, LATER = T0 + SECOND, T0 + 60 * SECOND
 
 @contextmanager
 def _statements(database: Database) -> Iterator[list[str]]:
-    """What is said to the database while the block lasts."""
-    said: list[str] = []
+    """Record the statements that the block executes."""
+    statements: list[str] = []
 
     def note(connection: object, cursor: object, statement: str, *_: object) -> None:
-        said.append(statement)
+        statements.append(statement)
 
     event.listen(database.engine, "before_cursor_execute", note)
-    yield said
+    yield statements
     event.remove(database.engine, "before_cursor_execute", note)
 
 
@@ -79,11 +79,11 @@ def test_job_2_each_of_many_that_expire_has_its_one_event_with_its_attempt(store
     assert store.list_events(waiting.id)[-1].data["error"]["message"] == "Its deadline passed while it was queued."
 
 
-def test_hook_1_each_of_many_that_expire_owes_its_webhook(database, store):
-    told = [a_queued_job(store, deadline_ms=DUE, callback_url=CALLBACK).id for _ in range(3)]
+def test_hook_1_each_of_many_expired_jobs_with_a_callback_has_a_due_message(database, store):
+    ids = [a_queued_job(store, deadline_ms=DUE, callback_url=CALLBACK).id for _ in range(3)]
     a_queued_job(store, deadline_ms=DUE)
     assert len(store.expire_overdue(LATER)) == 4
-    assert sorted(due_ids(database, LATER)) == sorted(f"msg_{job_id}_0_expired" for job_id in told)
+    assert sorted(due_ids(database, LATER)) == sorted(f"msg_{job_id}_0_expired" for job_id in ids)
 
 
 def test_the_longest_overdue_expire_first_and_no_more_than_asked_for(store):
@@ -118,29 +118,35 @@ def test_many_deadlines_take_no_more_statements_than_few(database, store, many):
     for state in sorted(ACTIVE_STATES):
         for _ in range(many // 3):
             a_job_in(store, state, deadline_ms=DUE, callback_url=CALLBACK)
-    with _statements(database) as said:
+    with _statements(database) as statements:
         assert len(store.expire_overdue(LATER)) == many
-    assert Counter(statement.split()[0] for statement in said if "jobs" in statement) == {"SELECT": 2, "UPDATE": 3}
-    assert sum(statement.startswith("INSERT") for statement in said) <= 2 * many.bit_length()
+    assert Counter(statement.split()[0] for statement in statements if "jobs" in statement) == {
+        "SELECT": 2,
+        "UPDATE": 3,
+    }
+    assert sum(statement.startswith("INSERT") for statement in statements) <= 2 * many.bit_length()
 
 
-def test_where_nothing_is_due_nobody_is_kept_from_writing(database, store):
+def test_a_search_for_due_jobs_that_finds_none_takes_no_write_lock(database, store):
     a_queued_job(store, deadline_ms=LATER)
     a_delayed_job(store, due_ms=LATER)
-    with _statements(database) as said:
+    with _statements(database) as statements:
         assert (store.expire_overdue(DUE), store.promote_due(DUE)) == ([], [])
-    assert [statement.split()[0] for statement in said] == ["SELECT", "SELECT"]
+    assert [statement.split()[0] for statement in statements] == ["SELECT", "SELECT"]
 
 
 # -- due times -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("many", [2, 40])
-def test_many_that_are_due_take_no_more_statements_than_few(database, store, many):
+def test_many_due_jobs_take_no_more_statements_than_few(database, store, many):
     ids = [a_delayed_job(store).id for _ in range(many)]
-    with _statements(database) as said:
+    with _statements(database) as statements:
         assert [job.id for job in store.promote_due(LATER)] == ids
-    assert Counter(statement.split()[0] for statement in said if "jobs" in statement) == {"SELECT": 2, "UPDATE": 1}
+    assert Counter(statement.split()[0] for statement in statements if "jobs" in statement) == {
+        "SELECT": 2,
+        "UPDATE": 1,
+    }
     assert all(trail_of(store, job_id)[-1] == ("job.enqueued", "due", 0) for job_id in ids)
 
 

@@ -1,4 +1,4 @@
-"""What the record promises about the life of a job, on both databases.
+"""The transitions of a job in the database, on both engines.
 
 One test for each rule; the rule is its name.  Idempotency and accepting stand in test_acceptance.py, group
 commit and failing databases in db/test_commit.py, listing in test_listings.py, removing in
@@ -198,7 +198,7 @@ def test_job_2_each_transition_of_a_long_life_has_exactly_one_event(store):
     ]
 
 
-def test_an_event_tells_the_error_and_when_the_retry_comes(store):
+def test_the_event_of_a_retry_holds_the_error_and_the_time_of_the_retry(store):
     run = a_running_job(store)
     store_end(store, run.job.id, run.attempt, Reason.SERVER_ERROR, T0, error=ERROR, due_ms=T0 + 4 * SECOND)
     event = store.list_events(run.job.id)[-1]
@@ -243,8 +243,8 @@ def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
     other.database.close()
 
 
-def test_whoever_hears_of_a_job_hears_its_age_and_its_constraints(store):
-    """All that order and placement need is in what the waiting room is told, whichever way a job comes to it."""
+def test_each_transition_that_queues_a_job_returns_its_age_and_its_constraints(store):
+    """Each transition that queues a job returns all that its order and its placement need."""
     job = a_delayed_job(store, constraints="gpu=A100", priority=2, tenant="acme", now_ms=T0)
     known = job.queued
     assert (known.created_ms, known.constraints) == (T0, "gpu=A100")
@@ -467,7 +467,7 @@ def test_starts_that_met_no_server_are_no_attempts(store):
     assert (after.attempt, after.waits, after.attempts, after.failures, after.crashes) == (4, 3, 1, 1, 0)
 
 
-def test_the_attempts_fold_tells_each_start_and_what_came_of_it(store):
+def test_attempts_of_returns_the_start_and_the_outcome_of_each_attempt(store):
     job = a_queued_job(store)
     first = a_start(store, job.id, server="gpu1", now_ms=T0 + 1)
     store_end(store, job.id, first.attempt, Reason.SERVER_ERROR, T0 + 2, error=ERROR, due_ms=T0 + 3)
@@ -569,13 +569,15 @@ def test_a_job_is_revived_once_however_many_ask(database, store):
 
 
 def test_a_revived_job_can_end_before_it_has_started_again(database, store):
-    """It ends twice under one attempt number; each end owes a message of its own."""
+    """The job ends twice with one attempt number; each end has a separate message."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, LATER)
     moved = store.cancel_waiting(dead.id, LATER)
     with database.read() as connection:
-        owed = [Message(*row) for row in connection.execute(select(messages).order_by(messages.c.event))]
-    assert [it.id for it in owed] == [f"msg_{dead.id}_{moved.attempt}_{state}" for state in ("dead", moved.to)]
+        pending = [Message(*row) for row in connection.execute(select(messages).order_by(messages.c.event))]
+    assert [message.id for message in pending] == [
+        f"msg_{dead.id}_{moved.attempt}_{state}" for state in ("dead", moved.to)
+    ]
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED])
@@ -628,10 +630,10 @@ def test_only_a_running_job_is_asked_to_cancel(store, state):
     assert store.get(job.id).cancel_requested_ms is None
 
 
-# -- the end, and what it owes ---------------------------------------------------------------------------------
+# -- the end, and its messages ---------------------------------------------------------------------------------
 
 
-def test_hook_1_a_job_whose_message_is_still_owed_is_not_purged(database, store):
+def test_hook_1_a_job_whose_message_is_still_pending_is_not_purged(database, store):
     job = an_ended_job(store, callback_url=CALLBACK)
     assert retention.delete_ended_jobs(store.database, LATER) == 0
     (webhook_id,) = due_ids(database, LATER)

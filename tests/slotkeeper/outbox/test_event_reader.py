@@ -1,4 +1,4 @@
-"""The outbox as it grows: each event is told once, in order, and none is passed over."""
+"""The event reader returns each event once and in order, and skips none while the outbox grows."""
 
 import random
 import threading
@@ -30,25 +30,25 @@ def follower(database):
     return made
 
 
-def _told(follower):
-    return [(it.event.job_id, it.event.type) for it in follower.read()]
+def _read_next(follower):
+    return [(entry.event.job_id, entry.event.type) for entry in follower.read()]
 
 
-def test_what_happened_before_is_not_told_and_what_happens_is_told_once(store, follower):
+def test_a_new_reader_starts_after_the_existing_events_and_returns_each_event_once(store, follower):
     job = a_running_job(store).job
-    assert _told(follower) == [(job.id, "job.enqueued"), (job.id, "job.started")]
-    assert _told(follower) == []
+    assert _read_next(follower) == [(job.id, "job.enqueued"), (job.id, "job.started")]
+    assert _read_next(follower) == []
 
 
-def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, follower):
+def test_an_event_is_returned_with_its_job_and_the_server_of_its_attempt(store, follower):
     run = a_running_job(store, server="gpu1", tenant="acme", priority=2)
     store_end(store, run.job.id, 1, Reason.SERVER_ERROR, T0, error=JobError("server_error", "no"), due_ms=T0 + SECOND)
     store.promote_due(T0 + SECOND)
     store_start(store, run.job.id, "gpu2", "gpu2/0", "another", T0 + SECOND)
     store_end(store, run.job.id, 2, Reason.FINISHED, T0 + SECOND, result="{}")
-    told = follower.read()
-    assert {(it.model, it.tenant, it.priority) for it in told} == {("zimg", "acme", 2)}
-    assert [(it.event.type, it.server) for it in told] == [
+    entries = follower.read()
+    assert {(entry.model, entry.tenant, entry.priority) for entry in entries} == {("zimg", "acme", 2)}
+    assert [(entry.event.type, entry.server) for entry in entries] == [
         ("job.enqueued", None),
         ("job.started", "gpu1"),
         ("job.delayed", "gpu1"),
@@ -56,23 +56,23 @@ def test_an_event_is_told_with_its_job_and_the_server_of_its_attempt(store, foll
         ("job.started", "gpu2"),
         ("job.completed", "gpu2"),
     ]
-    assert told[2].event.data["retry_in_ms"] == SECOND
+    assert entries[2].event.data["retry_in_ms"] == SECOND
 
 
-def test_pages_go_on_from_one_another(store, database):
+def test_each_page_starts_after_the_last_event_of_the_previous_page(store, database):
     jobs = [a_queued_job(store).id for _ in range(5)]
     found, last, full = [], 0, True
     while full:
         page = event_reader.read_page(database, last, 2)
-        found += [it.event.job_id for it in page.events]
+        found += [entry.event.job_id for entry in page.events]
         last, full = page.last, page.has_more
     assert found == jobs
-    assert [it.event.job_id for it in event_reader.read_page(database, 0, 10, jobs[3]).events] == [jobs[3]]
+    assert [entry.event.job_id for entry in event_reader.read_page(database, 0, 10, jobs[3]).events] == [jobs[3]]
 
 
 @pytest.mark.postgres
-def test_a_number_whose_transaction_commits_late_is_waited_for(postgres_url):
-    """Numbers become visible out of order there."""
+def test_the_reader_waits_for_an_event_number_whose_transaction_commits_late(postgres_url):
+    """PostgreSQL makes event numbers visible out of order."""
     database = Database(postgres_url)
     store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
@@ -82,16 +82,16 @@ def test_a_number_whose_transaction_commits_late_is_waited_for(postgres_url):
         late.begin()
         late.execute(insert(events), LATE | {"job_id": first})
         second = a_queued_job(store).id
-        assert [it.event.job_id for it in follower.read()] == [first]
+        assert [entry.event.job_id for entry in follower.read()] == [first]
         assert follower.read() == [] and follower.has_gap
         late.commit()
-    assert [it.event.job_id for it in follower.read()] == [first, second]
+    assert [entry.event.job_id for entry in follower.read()] == [first, second]
     assert follower.read() == [] and not follower.has_gap
     database.close()
 
 
 @pytest.mark.postgres
-def test_a_number_that_was_rolled_back_holds_nothing_up(postgres_url):
+def test_an_event_number_that_was_rolled_back_does_not_block_the_reader(postgres_url):
     database = Database(postgres_url)
     store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
@@ -102,12 +102,12 @@ def test_a_number_that_was_rolled_back_holds_nothing_up(postgres_url):
         job = a_queued_job(store).id
         assert follower.read() == []
         gone.rollback()
-    assert [it.event.job_id for it in follower.read()] == [job]
+    assert [entry.event.job_id for entry in follower.read()] == [job]
     database.close()
 
 
 @pytest.mark.postgres
-def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
+def test_a_transaction_that_begins_after_a_missing_number_does_not_block_the_reader(postgres_url):
     database = Database(postgres_url)
     store, follower = JobStore(database), EventReader(database)
     a_queued_job(store)
@@ -120,7 +120,7 @@ def test_who_writes_after_a_number_was_missed_holds_nothing_up(postgres_url):
         later.begin()
         later.execute(insert(events), LATE)
         gone.rollback()
-        assert [it.event.job_id for it in follower.read()] == [job]
+        assert [entry.event.job_id for entry in follower.read()] == [job]
         later.rollback()
     database.close()
 
@@ -163,7 +163,7 @@ def _readers(database: Database) -> int:
         return int(connection.execute(text(query)).scalar() or 0)
 
 
-def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(store, database, follower):
+def test_with_many_writers_the_reader_skips_no_event_and_returns_none_twice(store, database, follower):
     found: list[int] = []
     done = threading.Event()
 
@@ -176,7 +176,7 @@ def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(sto
 
     def read() -> None:
         while not done.is_set():
-            found.extend(it.event.id for it in follower.read(7))
+            found.extend(entry.event.id for entry in follower.read(7))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -185,7 +185,7 @@ def test_under_many_writers_nothing_is_passed_over_and_nothing_is_told_twice(sto
     done.set()
     reader.join(10)
     while more := follower.read(1000):
-        found.extend(it.event.id for it in more)
+        found.extend(entry.event.id for entry in more)
     with database.read() as connection:
         assert found == sorted(connection.execute(text("SELECT id FROM events")).scalars())
 

@@ -1,4 +1,4 @@
-"""What receivers are told: each event that they want, once, in the order of each job, whatever happens in between."""
+"""The fan-out sends each receiver each event that it wants once, in the order of each job, also after failures."""
 
 from typing import Any
 
@@ -106,22 +106,22 @@ def claimed(messages: MessageQueue, receiver: Subscription, now_ms: int = T0, li
 def deliver(
     messages: MessageQueue, spread: EventFanOut, receiver: Subscription, now_ms: int = T0
 ) -> list[tuple[str, str]]:
-    """Have everything taken that is due; what it was, in order."""
-    told: list[tuple[str, str]] = []
+    """Deliver all due messages; return (job id, event type) of each, in order."""
+    sent: list[tuple[str, str]] = []
     while True:
         made = spread.step(now_ms)
         found = claimed(messages, receiver, now_ms)
         for message in found:
             messages.note_delivered(message, messages.subscriptions.get(receiver.id), YES, now_ms)
-            told.append((message.job_id, message.type))
+            sent.append((message.job_id, message.type))
         if not found and not made:
-            return told
+            return sent
 
 
 # -- from events to messages ---------------------------------------------------------------------------------------
 
 
-def test_a_receiver_is_told_of_its_tenants_events_of_its_types_from_its_beginning_on(
+def test_a_receiver_gets_only_later_events_of_its_tenant_and_of_its_event_types(
     database, store, receivers, spread
 ) -> None:
     an_ended_job(store)
@@ -194,7 +194,7 @@ def test_a_process_that_dies_between_the_events_and_the_messages_has_passed_noth
     assert pending(database, receiver) == [(job.id, "job.completed")]
 
 
-def test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_first_come_first(
+def test_a_step_writes_for_a_bounded_number_of_receivers_and_first_for_one_of_each_tenant(
     database, store, receivers, spread, monkeypatch
 ) -> None:
     monkeypatch.setattr(fan_out, "_MAX_WEBHOOKS", 3)
@@ -203,10 +203,10 @@ def test_of_very_many_receivers_few_are_written_for_at_once_and_each_tenants_fir
     theirs, mine = an_ended_job(store, tenant="greedy"), an_ended_job(store)
     spread._process_new(T0)
     assert pending(database, one) == [(mine.id, "job.completed")]
-    assert sum(len(pending(database, it)) for it in many) == 2
+    assert sum(len(pending(database, webhook)) for webhook in many) == 2
     all_steps(spread)
-    assert [pending(database, it) for it in many] == [[(theirs.id, "job.completed")]] * 8
-    assert all(it.behind is None for it in receivers.list_of_tenant())
+    assert [pending(database, webhook) for webhook in many] == [[(theirs.id, "job.completed")]] * 8
+    assert all(webhook.behind is None for webhook in receivers.list_of_tenant())
 
 
 def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
@@ -258,20 +258,22 @@ def test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing
     assert (missed.id, "job.completed") in pending(database, late)
 
 
-def test_one_tenants_replays_take_a_small_part_of_a_step(database, store, receivers, spread, monkeypatch) -> None:
+def test_the_replays_of_one_tenant_take_a_bounded_part_of_a_step(
+    database, store, receivers, spread, monkeypatch
+) -> None:
     many = [a_receiver(receivers, tenant="greedy") for _ in range(5)]
     an_ended_job(store)
     all_steps(spread)
-    for it in many:
-        Redelivery(database).replay(it, 0)
+    for webhook in many:
+        Redelivery(database).replay(webhook, 0)
     asked: list[str] = []
     catch_up = spread._catch_up
-    monkeypatch.setattr(spread, "_catch_up", lambda it, now: asked.append(it.id) or catch_up(it, now))
+    monkeypatch.setattr(spread, "_catch_up", lambda webhook, now: asked.append(webhook.id) or catch_up(webhook, now))
     monkeypatch.setattr(fan_out, "_CATCH_UP_S", 0.0)
     for n in range(1, 6):
         spread.step(T0)
-        assert len(asked) == n, "one, where it takes all of the time"
-    assert len(set(asked)) == 5, "and each in its turn"
+        assert len(asked) == n, "one replay a step, when it uses the whole time slice"
+    assert len(set(asked)) == 5, "each receiver gets its turn"
 
 
 def test_what_nobody_wants_does_not_end_the_reading_of_what_is_new(
@@ -302,17 +304,20 @@ def test_an_address_that_is_gone_disables_no_other(receivers) -> None:
 # -- order and claims ----------------------------------------------------------------------------------------------
 
 
-def test_messages_about_one_job_are_sent_one_after_the_other_and_those_about_others_do_not_wait(
+def test_messages_of_one_job_are_sent_in_sequence_and_do_not_delay_those_of_other_jobs(
     store, receivers, messages, spread
 ) -> None:
     receiver = a_receiver(receivers, types=ALL)
     one, other = an_ended_job(store), an_ended_job(store)
     all_steps(spread)
     first = claimed(messages, receiver)
-    assert [(it.job_id, it.type) for it in first] == [(one.id, "job.enqueued"), (other.id, "job.enqueued")]
+    assert [(message.job_id, message.type) for message in first] == [
+        (one.id, "job.enqueued"),
+        (other.id, "job.enqueued"),
+    ]
     assert claimed(messages, receiver) == []
     messages.note_delivered(first[1], receiver, YES, T0)
-    assert [(it.job_id, it.type) for it in claimed(messages, receiver)] == [(other.id, "job.started")]
+    assert [(message.job_id, message.type) for message in claimed(messages, receiver)] == [(other.id, "job.started")]
 
 
 def test_what_comes_after_a_failed_message_of_its_job_waits_with_it(store, receivers, messages, spread) -> None:
@@ -326,14 +331,14 @@ def test_what_comes_after_a_failed_message_of_its_job_waits_with_it(store, recei
     assert messages.list_due(receiver.id, T0 + 60 * SECOND, 10) == [message.event]
 
 
-def test_a_message_is_claimed_by_one_and_an_old_try_does_not_speak_for_the_next(
+def test_one_process_claims_a_message_and_the_outcome_of_an_expired_try_is_ignored(
     database, store, receivers, messages, spread
 ) -> None:
     receiver = a_receiver(receivers)
     an_ended_job(store)
     all_steps(spread)
     found = at_once(*(lambda: claimed(messages, receiver) for _ in range(4)))
-    (slow,) = [it for one in found for it in one]
+    (slow,) = [message for batch in found for message in batch]
     (quick,) = claimed(messages, receiver, T0 + 20 * SECOND)
     assert (slow.id, slow.tries, quick.tries) == (quick.id, 1, 2)
     messages.note_failed(slow, receiver, NO, T0, None)
@@ -366,7 +371,7 @@ def _all(database: Database) -> list[Any]:
 def _paced(
     store: JobStore, receivers: Subscriptions, spread: EventFanOut, max_per_s: float | None, jobs: int = 10
 ) -> Subscription:
-    """A receiver with a pace, and messages that it is owed."""
+    """Return a receiver with a rate limit and pending messages."""
     receiver = a_receiver(receivers, max_per_s=max_per_s)
     for _ in range(jobs):
         an_ended_job(store)
@@ -374,7 +379,7 @@ def _paced(
     return receiver
 
 
-def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
+def test_several_processes_send_messages_at_the_rate_limit_of_the_receiver(
     database, store, receivers, messages, spread
 ) -> None:
     receiver, unpaced = _paced(store, receivers, spread, 4), a_receiver(receivers)
@@ -382,9 +387,11 @@ def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
     sent: list[int] = []
     for n, event in enumerate(due):
         process = (messages, another)[n % 2]
-        sent += [it.send_ms for it in process.claim([MessageKey(receiver.id, event)], T0, T0 + 20 * SECOND)]
+        sent += [message.send_ms for message in process.claim([MessageKey(receiver.id, event)], T0, T0 + 20 * SECOND)]
     assert sent == [T0 + ms for ms in (0, 250, 500, 750, 1000)], "and none is held for longer than a second"
-    assert [it.receiver for it in messages.list_ready(T0 + 249, 10)] == [], "nobody looks at it in vain"
+    assert [message.receiver for message in messages.list_ready(T0 + 249, 10)] == [], (
+        "the receiver is not listed before its next message may be sent"
+    )
     (later,) = claimed(messages, receiver, T0 + 250, limit=1)
     assert later.send_ms == T0 + 1250
     an_ended_job(store)
@@ -392,10 +399,10 @@ def test_messages_are_as_far_apart_as_the_pace_says_however_many_processes_send(
     assert len(claimed(messages, unpaced)) == 1, "others do not wait"
 
 
-def test_processes_that_claim_at_once_share_a_pace(database, store, receivers, messages, spread) -> None:
+def test_concurrent_claims_share_the_rate_limit_of_the_receiver(database, store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 10)
     found = at_once(*(lambda: claimed(MessageQueue(database), receiver) for _ in range(4)))
-    sent = sorted(it.send_ms for one in found for it in one)
+    sent = sorted(message.send_ms for batch in found for message in batch)
     assert sent == [T0 + 100 * n for n in range(len(sent))] and len(sent) == 10
 
 
@@ -407,11 +414,11 @@ def test_who_finds_nothing_to_send_takes_no_turn(store, receivers, messages, spr
     assert (first.send_ms, second.send_ms) == (T0, T0 + SECOND)
 
 
-def test_a_pace_that_was_not_used_is_not_made_up_for(store, receivers, messages, spread) -> None:
+def test_an_unused_send_rate_is_not_saved_up(store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 1)
-    assert [it.send_ms for it in claimed(messages, receiver)] == [T0, T0 + SECOND]
+    assert [message.send_ms for message in claimed(messages, receiver)] == [T0, T0 + SECOND]
     later = T0 + 60 * SECOND
-    assert [it.send_ms for it in claimed(messages, receiver, later)] == [later, later + SECOND]
+    assert [message.send_ms for message in claimed(messages, receiver, later)] == [later, later + SECOND]
 
 
 def test_a_new_pace_holds_at_once(store, receivers, messages, spread) -> None:
@@ -544,7 +551,7 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks(store, receivers, messa
     assert len(claimed(messages, receiver, T0 + 90 * SECOND)) == 2
 
 
-def test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_order_of_each_job(
+def test_a_receiver_that_was_down_for_a_day_gets_all_events_in_the_order_of_each_job(
     database, store, receivers, messages, spread, monkeypatch
 ) -> None:
     monkeypatch.setattr(fan_out, "MOST_PENDING", 20)
@@ -559,15 +566,15 @@ def test_a_receiver_that_is_down_for_a_day_is_told_everything_afterwards_in_the_
         for message in claimed(messages, receivers.get(receiver.id), now):
             messages.note_failed(message, receivers.get(receiver.id), NO, now, now + 900 * SECOND)
         retention.trim(messages.database, [receiver.id], now, 3 * DAY)
-    assert len(pending(database, receiver)) <= 20 + 3, "its backlog stands in the events, not in messages"
+    assert len(pending(database, receiver)) <= 20 + 3, "its backlog is kept as events, not as messages"
     assert receivers.get(receiver.id).breaker_is_open
-    told: list[tuple[str, str]] = []
-    for _ in range(100):  # It is back.
+    sent: list[tuple[str, str]] = []
+    for _ in range(100):  # The receiver answers again.
         now += LONGEST_COOLDOWN_MS
-        told += deliver(messages, spread, receivers.get(receiver.id), now)
-    assert sorted(told) == sorted(wanted), "everything, and nothing twice"
+        sent += deliver(messages, spread, receivers.get(receiver.id), now)
+    assert sorted(sent) == sorted(wanted), "everything, and nothing twice"
     for job in {job for job, _ in wanted}:
-        assert [type_ for its, type_ in told if its == job] == ["job.enqueued", "job.started", "job.completed"]
+        assert [type_ for job_id, type_ in sent if job_id == job] == ["job.enqueued", "job.started", "job.completed"]
     assert receivers.get(receiver.id).behind is None and not receivers.get(receiver.id).failures
 
 
@@ -609,7 +616,7 @@ def _after(act: Any, write: Any) -> Any:
     return written
 
 
-def test_a_receiver_whose_breaker_is_open_and_that_is_owed_nothing_is_given_one_message_to_try(
+def test_a_receiver_with_an_open_breaker_and_no_pending_message_gets_one_as_a_probe(
     database, store, receivers, messages, spread
 ) -> None:
     receiver = _break(messages, a_receiver(receivers))
@@ -621,7 +628,7 @@ def test_a_receiver_whose_breaker_is_open_and_that_is_owed_nothing_is_given_one_
     assert len(pending(database, receiver)) == 1
 
 
-def test_a_receiver_that_takes_nothing_for_days_is_disabled_and_what_it_was_owed_given_up(
+def test_a_receiver_that_fails_for_days_is_disabled_and_its_pending_messages_are_given_up(
     database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers)
@@ -653,7 +660,7 @@ def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
 # -- disabling and replay ------------------------------------------------------------------------------------------
 
 
-def test_a_disabled_receiver_is_told_nothing_and_when_it_is_enabled_all_that_it_missed(
+def test_a_disabled_receiver_gets_no_event_and_after_it_is_enabled_all_that_it_missed(
     store, receivers, messages, spread
 ) -> None:
     receiver = a_receiver(receivers)
@@ -665,11 +672,11 @@ def test_a_disabled_receiver_is_told_nothing_and_when_it_is_enabled_all_that_it_
     assert deliver(messages, spread, receiver) == []
     receivers.enable(receiver.id, "default", "default", T0)
     later = an_ended_job(store)
-    told = deliver(messages, spread, receiver)
-    assert told == [(job.id, "job.completed") for job in (before, meanwhile, later)]
+    sent = deliver(messages, spread, receiver)
+    assert sent == [(job.id, "job.completed") for job in (before, meanwhile, later)]
 
 
-def test_all_since_a_time_is_told_once_more(store, receivers, messages, spread) -> None:
+def test_a_replay_sends_all_events_since_a_time_once(store, receivers, messages, spread) -> None:
     jobs = [an_ended_job(store, now_ms=T0 + n * HOUR).id for n in range(10)]
     receiver = a_receiver(receivers)
     jobs.append(an_ended_job(store, now_ms=T0 + 10 * HOUR).id)
@@ -679,7 +686,7 @@ def test_all_since_a_time_is_told_once_more(store, receivers, messages, spread) 
     assert deliver(messages, spread, receiver) == []
 
 
-def test_one_event_is_told_once_more_and_only_to_its_own_tenant(store, receivers, messages, spread) -> None:
+def test_a_replay_of_one_event_reaches_only_a_receiver_of_its_own_tenant(store, receivers, messages, spread) -> None:
     receiver, other = a_receiver(receivers), a_receiver(receivers, tenant="acme")
     job = an_ended_job(store)
     all_steps(spread)
@@ -712,7 +719,9 @@ def test_a_test_goes_first_and_is_tried_once(database, store, receivers, message
 
 def test_a_tenant_finds_its_own_receivers_only(receivers) -> None:
     mine, theirs = a_receiver(receivers), a_receiver(receivers, tenant="acme")
-    assert [it.id for it in receivers.list_of_tenant("acme")] == [theirs.id] and len(receivers.list_of_tenant()) == 2
+    assert [webhook.id for webhook in receivers.list_of_tenant("acme")] == [theirs.id] and len(
+        receivers.list_of_tenant()
+    ) == 2
     for act in (
         lambda: receivers.get(mine.id, "acme"),
         lambda: receivers.change(mine.id, "acme", url="https://evil.example/"),
@@ -761,7 +770,7 @@ def test_a_tenants_limit_holds_for_processes_that_add_webhooks_at_the_same_time(
     ],
     ids=["given_up", "one", "since", "test"],
 )
-def test_whoever_has_messages_sent_again_is_in_the_audit_log(database, store, receivers, redelivery, act, action):
+def test_each_request_to_resend_messages_is_in_the_audit_log(database, store, receivers, redelivery, act, action):
     receiver = a_receiver(receivers, types=ALL)
     a_queued_job(store)
     act(redelivery, receiver)
@@ -769,7 +778,7 @@ def test_whoever_has_messages_sent_again_is_in_the_audit_log(database, store, re
     assert (newest.act, newest.tenant, newest.data["webhook"]) == (action, receiver.tenant, receiver.id)
 
 
-def test_a_removed_receiver_takes_what_it_was_owed_and_its_log_along(
+def test_the_removal_of_a_receiver_deletes_its_messages_and_its_log(
     database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers, types=ALL)
@@ -792,7 +801,7 @@ def test_for_a_day_messages_are_signed_with_the_former_secret_too(receivers) -> 
     assert receivers.rotate_secret(receiver.id, "default", "three", T0).list_sealed_secrets(T0) == ["three", "two"]
 
 
-def test_the_log_and_the_list_of_what_was_given_up_are_bounded(
+def test_the_log_and_the_list_of_given_up_messages_are_bounded(
     database, store, receivers, messages, redelivery, spread, monkeypatch
 ) -> None:
     monkeypatch.setattr(retention, "MOST_LOGGED", 3)
@@ -803,11 +812,11 @@ def test_the_log_and_the_list_of_what_was_given_up_are_bounded(
     all_steps(spread)
     for message in claimed(messages, receiver):
         messages.note_failed(message, receiver, NO, T0, None)
-    kept = [it.event for it in redelivery.list_given_up_webhooks()][:2]
+    kept = [webhook.event for webhook in redelivery.list_given_up_webhooks()][:2]
     retention.trim(messages.database, [receiver.id], T0, DAY)
     assert (
         len(redelivery.list_attempts(receiver.id)) == 3
-        and [it.event for it in redelivery.list_given_up_webhooks()] == kept
+        and [webhook.event for webhook in redelivery.list_given_up_webhooks()] == kept
     )
     retention.trim(messages.database, [receiver.id], T0 + retention.LOGGED_MS + 1, DAY)
     assert redelivery.list_attempts(receiver.id) == []
@@ -857,9 +866,7 @@ def test_how_much_is_untold_is_known(store, receivers, spread) -> None:
     assert untold_events(receivers.database) == 0 and receivers.count_pending([receiver.id]) == {receiver.id: 1}
 
 
-def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
-    database, store, receivers, messages
-) -> None:
+def test_each_change_of_a_webhook_is_audited_also_an_automatic_one(database, store, receivers, messages) -> None:
     receiver = a_receiver(receivers, tenant="acme")
     receivers.change(receiver.id, None, url="https://other.example/")
     receivers.rotate_secret(receiver.id, None, "two", T0)
@@ -870,12 +877,12 @@ def test_what_is_done_to_a_webhook_is_an_act_also_what_comes_about_by_itself(
     receivers.remove(receiver.id, None)
     done = audit.find_entries(database, audit.AuditFilter(tenant="acme"))
     words = ["remove", "replay", "enable", "disable", "rotate", "change", "add"]
-    assert [it.act for it in done] == [f"webhook.{word}" for word in words]
-    assert {it.data["webhook"] for it in done} == {receiver.id} and done[3].reason == REASON_SILENT
-    assert "two" not in str(done), "no secret stands in it"
+    assert [entry.act for entry in done] == [f"webhook.{word}" for word in words]
+    assert {entry.data["webhook"] for entry in done} == {receiver.id} and done[3].reason == REASON_SILENT
+    assert "two" not in str(done), "the audit log holds no secret"
 
 
-def test_a_revived_job_is_told_of_again(store, receivers, messages, spread) -> None:
+def test_a_revived_job_sends_a_second_end_event(store, receivers, messages, spread) -> None:
     receiver = a_receiver(receivers)
     job = an_ended_job(store, State.DEAD)
     store.revive(job.id, T0)
@@ -908,7 +915,7 @@ def test_while_a_receiver_is_behind_time_alone_may_bring_it_on(database, store, 
     assert not spread.must_poll, "it goes on with the others"
 
 
-def test_while_events_are_withheld_time_alone_may_let_them_be_told(receivers, store, spread) -> None:
+def test_while_the_event_reader_has_a_gap_the_fan_out_must_poll(receivers, store, spread) -> None:
     a_receiver(receivers)
     spread._reader.has_gap = True
     spread._reader.read = lambda _: []  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What leaves the record, what has to stay in it, and how both are counted (JOB-3)."""
+"""Retention deletes old jobs and their rows, keeps what is still needed, and counts both (JOB-3)."""
 
 import pytest
 from sqlalchemy import event, make_url, select
@@ -107,8 +107,8 @@ def test_a_dead_job_can_be_deleted_and_stays_in_the_ledger(database, store):
     assert rows_in(database, tries) == 0
 
 
-def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, store):
-    """The message is made from the job: without it there would be nothing to tell."""
+def test_hook_1_a_dead_job_whose_message_is_still_pending_is_not_deleted(database, store):
+    """The message is made from the job: without the job it could not be sent."""
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     (webhook_id,) = due_ids(database, LATER)
     with pytest.raises(Conflict) as refused:
@@ -117,7 +117,7 @@ def test_hook_1_a_dead_job_whose_message_is_still_owed_is_not_deleted(database, 
     assert store.get(dead.id).state is State.DEAD
     assert (due_ids(database, LATER), _purged(database)) == ([webhook_id], {})
     message = claim(database, webhook_id, LATER, LATER + SECOND)
-    failed(database, message, LATER, None)  # given up: nothing is owed
+    failed(database, message, LATER, None)  # given up: no message is pending
     assert retention.delete_dead_job(store.database, dead.id)
 
 
@@ -153,8 +153,8 @@ def test_only_a_dead_job_can_be_deleted(database, store, state):
 
 
 @pytest.mark.postgres
-def test_hook_1_a_job_that_is_being_deleted_cannot_die_again_meanwhile(postgres_url):
-    """Between the look for owed messages and the removal it could be revived, and owe another one."""
+def test_hook_1_a_job_that_is_being_deleted_cannot_be_revived(postgres_url):
+    """Between the check for pending messages and the delete, a revived job could get another message."""
     impatient = make_url(postgres_url).update_query_dict({"options": "-c lock_timeout=50ms"})
     database, hurried = Database(postgres_url), Database(impatient.render_as_string(hide_password=False))
     store, other = JobStore(database), JobStore(hurried)

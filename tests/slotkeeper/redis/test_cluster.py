@@ -60,8 +60,8 @@ class _Strict(Scripts):
         self.ran.update(command.target.script for command in commands)
         return [self._eval(command.target, command.args) for command in commands]
 
-    def _eval(self, it: BoundScript, args: tuple[Any, ...]) -> Any:
-        return self.redis.eval(_STRICT + LIBRARY.assemble(it.script), len(it.keys), *it.keys, *args)
+    def _eval(self, bound: BoundScript, args: tuple[Any, ...]) -> Any:
+        return self.redis.eval(_STRICT + LIBRARY.assemble(bound.script), len(bound.keys), *bound.keys, *args)
 
 
 def _b(job_id: str, seq: int, priority: int = 5) -> Job:

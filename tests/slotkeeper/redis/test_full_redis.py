@@ -25,7 +25,7 @@ BRING_IN_NEW_WORK = {"rate_limit", "enqueue"}
 ADD_TO_STREAMS = {
     "relay",
     "publish_progress",
-}  # The database keeps the events, and nobody needs the progress entries to go on.
+}  # The database keeps the events, and no job needs the progress entries to continue.
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +86,15 @@ def test_a_full_redis_refuses_new_work_also_where_it_loads_no_function(redis: Re
         scripts.run(Command(target, (1, 1000, 1)))
 
 
-def test_a_full_redis_takes_the_marks_of_maintenance(redis: Redis) -> None:
+def test_a_full_redis_stores_the_marks_and_the_counters_of_maintenance(redis: Redis) -> None:
     scripts = make_scripts(redis, Keys("test"))
     task_runs.mark_sweep(scripts)
     task_runs.TaskRunRecorder(scripts).note("sweep", 0.1)
     assert not task_runs.has_sweep_stopped(scripts) and set(task_runs.read_task_runs(scripts)) == {"sweep"}
-    tallies = ProcessCounters(scripts)
-    tallies.count_refusal("rate", 2)
-    tallies.flush()
-    assert tallies.counts("refused") == {"rate": 2}
+    counters = ProcessCounters(scripts)
+    counters.count_refusal("rate", 2)
+    counters.flush()
+    assert counters.counts("refused") == {"rate": 2}
     with redis.pipeline(transaction=False) as pipe:
         assert pipe.set("some", "text").exists("other").execute() == [b"OK", 0]
     assert redis.get("some") == b"text"

@@ -1,4 +1,4 @@
-"""What an event loop asks of Redis leaves together, waits for nothing, and always has its answer."""
+"""The pipeline sends the commands of an event loop together and at once, and each command gets its response."""
 
 import asyncio
 import re
@@ -35,7 +35,7 @@ def depths(fleet: str = "zimg") -> Command:
 
 
 def freeing(name: str, fleet: str = "zimg", failures: int = 9) -> Command:
-    """A release of a lease that nobody has; with another fleet, or other settings, of another kind."""
+    """Release a lease that does not exist; another fleet or other settings make a command of another kind."""
     settings = RoutingSettings(breaker_failures=failures)
     return Leases(SCRIPTS, settings).release_command(Lease(fleet, name, name, "w1", "gpu-slot0"), return_to_lane=False)
 
@@ -83,7 +83,7 @@ async def outcomes(*asked: "asyncio.Future[Any]") -> list[Any]:
 
 
 def silence(valkey: Valkey) -> None:
-    """It answers nobody any more."""
+    """Stop Valkey from answering its clients."""
     with valkey.client() as client:
         client.client_pause(60_000)
 
@@ -123,9 +123,9 @@ def test_a_command_does_not_wait_for_the_answer_to_the_one_before(own_valkey):
 
 
 @tcp
-def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
+def test_a_command_that_fails_does_not_fail_its_neighbours(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
-        asked = [pipeline.execute(it) for it in (depths(), misused(), depths())]
+        asked = [pipeline.execute(command) for command in (depths(), misused(), depths())]
         return await outcomes(*asked)
 
     one, wrong, other = play(own_valkey, act)
@@ -136,11 +136,11 @@ def test_what_fails_is_its_own_error_and_no_neighbours(own_valkey):
 
 
 @tcp
-def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_valkey):
+def test_releases_of_one_loop_turn_are_one_call_and_each_gets_its_own_response(own_valkey):
     with own_valkey.client() as client:
         room = Room(client, prefix="test")
         offers = room.with_slots(3).enqueue(*[a(f"j{n}", n) for n in range(3)])
-        held = [Lease("zimg", it.job, it.lease, "", it.slot) for it in offers]
+        held = [Lease("zimg", offer.job, offer.lease, "", offer.slot) for offer in offers]
         held[1] = replace(held[1], owner="somebody")
         client.config_resetstat()
 
@@ -148,23 +148,23 @@ def test_releases_of_one_turn_are_one_call_of_which_each_has_its_own_answer(own_
         await pipeline.execute(depths())
         leases = Leases(SCRIPTS, RoutingSettings())
         return await asyncio.gather(
-            *(pipeline.execute(leases.release_command(it, return_to_lane=True, limit=1)) for it in held)
+            *(pipeline.execute(leases.release_command(lease, return_to_lane=True, limit=1)) for lease in held)
         )
 
     (one,), (refused,), (three,) = play(own_valkey, act)
     assert (one.released, refused.released, three.released) == (True, False, True)
-    # What each frees the next free slot's job goes to; the refused one's offer finds nothing that waits.
-    assert [[it.job_id for it in one.offers], [it.job_id for it in three.offers]] == [["j0"], ["j2"]]
+    # Each release offers the slot that it frees; the refused release finds no waiting job.
+    assert [[offer.job_id for offer in one.offers], [offer.job_id for offer in three.offers]] == [["j0"], ["j2"]]
     assert refused.offers == []
     with own_valkey.client() as client:
         calls = client.info("commandstats")["cmdstat_fcall"]
-        assert calls["calls"] - calls["failed_calls"] == 2, "and one that asks how many wait"
+        assert calls["calls"] - calls["failed_calls"] == 2, "one more call reads the queue counts"
         assert Room(client, prefix="test").lease_of("j1")["lease"] == offers[1].lease
 
 
 @tcp
-def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_valkey):
-    """Nobody else is served while one call lasts."""
+def test_one_call_joins_a_bounded_number_of_releases_of_one_fleet_in_their_order(own_valkey):
+    """Redis serves no other client during one call."""
     sent: list[bytes] = []
 
     async def act(pipeline: Pipeline) -> Any:
@@ -173,16 +173,16 @@ def test_what_is_joined_is_of_one_room_in_the_order_asked_and_not_too_much(own_v
         assert line is not None
         send, line.send = line.send, lambda packed: (sent.extend(packed), send(packed))[1]  # type: ignore[method-assign]
         asked = [freeing(f"j{n:02}-", "flux" if n == 3 else "zimg", 8 if n == 5 else 9) for n in range(40)]
-        return await asyncio.gather(*(pipeline.execute(it) for it in asked))
+        return await asyncio.gather(*(pipeline.execute(command) for command in asked))
 
-    assert all(len(answers) == 1 and not answers[0].released for answers in play(own_valkey, act))
+    assert all(len(released) == 1 and not released[0].released for released in play(own_valkey, act))
     names = [re.findall(rb"j\d\d-", text)[::2] for text in sent if b"FCALL" in text][:4]
     others = [b"j%02d-" % n for n in range(40) if n not in (3, 5)]
     assert names == [others[:32], [b"j03-"], [b"j05-"], others[32:]]
 
 
 @tcp
-def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
+def test_an_error_of_a_joined_call_is_returned_to_each_of_its_requests(own_valkey):
     with own_valkey.client() as client:
         client.set(Keys("test").fleet_key("zimg", "meta"), "no hash")
 
@@ -190,7 +190,7 @@ def test_what_a_joined_call_comes_to_is_every_askers_error(own_valkey):
         return await outcomes(*(pipeline.execute(freeing(f"j{n}")) for n in range(3)), pipeline.execute(depths("flux")))
 
     *wrong, right = play(own_valkey, act)
-    assert all(isinstance(it, ResponseError) for it in wrong) and len(wrong) == 3 and right == ("read", 0)
+    assert all(isinstance(error, ResponseError) for error in wrong) and len(wrong) == 3 and right == ("read", 0)
 
 
 @tcp
@@ -227,7 +227,7 @@ def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey
 
 
 @tcp
-def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
+def test_requests_that_a_dying_redis_has_not_answered_fail(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
         silence(own_valkey)
@@ -240,11 +240,11 @@ def test_what_a_redis_that_dies_has_not_answered_ends_with_an_error(own_valkey):
         return found + again
 
     found = play(own_valkey, act)
-    assert len(found) == 4 and all(isinstance(it, Broken) for it in found)
+    assert len(found) == 4 and all(isinstance(error, Broken) for error in found)
 
 
 @tcp
-def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked_anew(own_valkey):
+def test_requests_to_a_silent_redis_time_out_and_the_next_request_reconnects(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
         silence(own_valkey)
@@ -252,7 +252,7 @@ def test_a_redis_that_falls_silent_is_waited_for_no_longer_than_may_be_and_asked
         return found, await outcomes(pipeline.execute(depths()))
 
     found, (again,) = play(own_valkey, act, _TIMEOUT_S)
-    assert len(found) == 3 and all(isinstance(it, Silent) for it in found)
+    assert len(found) == 3 and all(isinstance(error, Silent) for error in found)
     assert isinstance(again, RedisError)
 
 
@@ -280,7 +280,7 @@ def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_a
 
 
 @tcp
-def test_what_cannot_be_sent_ends_all_that_waits_and_the_next_is_asked_anew(own_valkey, monkeypatch):
+def test_a_command_that_cannot_be_sent_fails_all_pending_requests_and_the_next_one_succeeds(own_valkey, monkeypatch):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
         with monkeypatch.context() as broken:
@@ -289,7 +289,7 @@ def test_what_cannot_be_sent_ends_all_that_waits_and_the_next_is_asked_anew(own_
         return [*found, await pipeline.execute(depths())]
 
     *lost, again = play(own_valkey, act)
-    assert len(lost) == 2 and all(isinstance(it, Broken) and "NoneType" in str(it) for it in lost)
+    assert len(lost) == 2 and all(isinstance(error, Broken) and "NoneType" in str(error) for error in lost)
     assert again == ("read", 0)
 
 
@@ -338,7 +338,7 @@ def test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_fo
 
 
 @tcp
-def test_why_a_text_was_not_taken_is_what_its_askers_hear(own_valkey):
+def test_each_request_gets_the_reason_why_redis_rejected_the_function_library(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         with own_valkey.client() as client:
             client.execute_command("ACL", "SETUSER", "default", "-function|load")
@@ -346,4 +346,4 @@ def test_why_a_text_was_not_taken_is_what_its_askers_hear(own_valkey):
         return await outcomes(*asked)
 
     found = play(own_valkey, act)
-    assert len(found) == 2 and all("permission" in str(it) for it in found)
+    assert len(found) == 2 and all("permission" in str(error) for error in found)

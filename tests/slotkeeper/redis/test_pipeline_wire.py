@@ -1,4 +1,4 @@
-"""The wire between an event loop and Redis: what is said on it, however it comes, and by whatever way."""
+"""The connection of an event loop to Redis: replies, errors, pushes and lost connections, over TCP and TLS."""
 
 import asyncio
 import ssl
@@ -34,11 +34,11 @@ def depths(fleet: str = "zimg") -> Command:
 
 
 class Stub:
-    """A Redis that shakes hands with anybody, and then says to each script what it is told to: nothing, or to go."""
+    """A Redis that accepts each handshake and sends each script its given reply; None closes the connection."""
 
-    def __init__(self, *says: bytes | None, greeting: bytes = b"+OK\r\n", a_time: int = 1 << 20) -> None:
-        self._says, self._greeting, self._a_time = list(says), greeting, a_time
-        self.heard: list[bytes] = []  # the fleet of each script
+    def __init__(self, *replies: bytes | None, greeting: bytes = b"+OK\r\n", a_time: int = 1 << 20) -> None:
+        self._replies, self._greeting, self._a_time = list(replies), greeting, a_time
+        self.fleets: list[bytes] = []  # the fleet of each script
         self.connections = 0
 
     async def speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,19 +48,19 @@ class Stub:
             while data := await reader.read(1 << 16):
                 commands.feed(data)
                 while words := commands.gets():
-                    said = self._answer(words)
-                    if said is None:
+                    reply = self._answer(words)
+                    if reply is None:
                         writer.close()
                         return
-                    for n in range(0, len(said), self._a_time):
-                        writer.write(said[n : n + self._a_time])
+                    for n in range(0, len(reply), self._a_time):
+                        writer.write(reply[n : n + self._a_time])
                         await asyncio.sleep(0)
         writer.close()
 
     def _answer(self, words: list[bytes]) -> bytes | None:
         if words[0] == b"FCALL":
-            self.heard.append(words[3].partition(b"{")[2].partition(b"}")[0])
-            return self._says.pop(0)
+            self.fleets.append(words[3].partition(b"{")[2].partition(b"}")[0])
+            return self._replies.pop(0)
         if words[0] == b"HELLO":
             return _HELLO
         return self._greeting if b"LIB-VER" in words else b"+OK\r\n"
@@ -87,7 +87,7 @@ def play(
             finally:
                 await pipeline.close()
                 server.close()
-        await asyncio.sleep(0)  # The loop tells of the end of the connection.
+        await asyncio.sleep(0)  # The loop reports the end of the connection.
         assert failed == []
         return found
 
@@ -95,7 +95,7 @@ def play(
 
 
 def asked(*fleets: str) -> Callable[[Pipeline], Awaitable[list[Any]]]:
-    """Ask for all of these at once; what each came to, its error too."""
+    """Send a request for each fleet at once and return the responses, errors included."""
 
     async def act(pipeline: Pipeline) -> list[Any]:
         return await asyncio.gather(*(pipeline.execute(depths(fleet)) for fleet in fleets), return_exceptions=True)
@@ -117,7 +117,7 @@ def test_an_answer_is_the_same_however_it_is_cut_up(a_time):
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("reply", "kind"),
     [
         (b"-ERR wrong\r\n", exceptions.ResponseError),
         (b"-BUSY wait\r\n", exceptions.ResponseError),
@@ -127,40 +127,40 @@ def test_an_answer_is_the_same_however_it_is_cut_up(a_time):
         (b"-NOPERM no\r\n", exceptions.NoPermissionError),
     ],
 )
-def test_an_error_is_the_one_that_redis_py_knows_and_no_neighbours(said, kind):
-    stub = Stub(ANSWER, said, ANSWER)
+def test_an_error_reply_raises_the_exception_of_redis_py_for_its_own_request_only(reply, kind):
+    stub = Stub(ANSWER, reply, ANSWER)
     one, wrong, three = play(stub.speak, asked("a", "b", "c"))
     assert (one, three, type(wrong), stub.connections) == (7, 7, kind, 1)
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("reply", "kind"),
     [
         (b"-LOADING yet\r\n", exceptions.BusyLoadingError),
         (b"-NOAUTH who are you\r\n", exceptions.AuthenticationError),
         (b"what?\r\n", exceptions.InvalidResponse),
     ],
 )
-def test_where_redis_serves_us_no_more_all_that_waits_ends_and_the_next_is_asked_anew(said, kind):
+def test_a_fatal_reply_fails_all_pending_requests_and_the_next_request_reconnects(reply, kind):
     async def act(pipeline: Pipeline) -> list[Any]:
         return await asked("a", "b", "c")(pipeline) + await asked("d")(pipeline)
 
-    stub = Stub(ANSWER, said, b"", ANSWER)
+    stub = Stub(ANSWER, reply, b"", ANSWER)
     one, *lost, again = play(stub.speak, act)
-    assert (one, again, stub.connections) == (7, 7, 2) and [type(it) for it in lost] == [kind] * 2
+    assert (one, again, stub.connections) == (7, 7, 2) and [type(error) for error in lost] == [kind] * 2
 
 
-def test_what_was_sent_and_not_answered_is_never_sent_again():
+def test_a_request_that_was_sent_and_not_answered_is_not_sent_again():
     async def act(pipeline: Pipeline) -> list[Any]:
         return await asked("a", "b", "c")(pipeline) + await asked("d")(pipeline)
 
     stub = Stub(ANSWER, b"", None, ANSWER)
     one, *lost, again = play(stub.speak, act)
-    assert (one, again) == (7, 7) and all(isinstance(it, exceptions.ConnectionError) for it in lost)
-    assert stub.heard == [b"a", b"b", b"c", b"d"]
+    assert (one, again) == (7, 7) and all(isinstance(error, exceptions.ConnectionError) for error in lost)
+    assert stub.fleets == [b"a", b"b", b"c", b"d"]
 
 
-def test_a_connection_on_which_redis_has_said_what_nobody_asked_is_not_used_again():
+def test_a_connection_that_received_a_reply_without_a_request_is_not_used_again():
     async def act(pipeline: Pipeline) -> list[Any]:
         found = await asked("a")(pipeline)
         await over(pipeline)
@@ -171,30 +171,32 @@ def test_a_connection_on_which_redis_has_said_what_nobody_asked_is_not_used_agai
     assert stub.connections == 2
 
 
-def test_what_redis_says_with_the_end_of_the_handshake_passes_for_no_answer():
+def test_data_that_follows_the_handshake_does_not_count_as_a_reply():
     stub = Stub(b"", greeting=b"+OK\r\n*1\r\n:8\r\n")
     (found,) = play(stub.speak, asked("a"))
-    assert isinstance(found, exceptions.ConnectionError) and stub.heard == []
+    assert isinstance(found, exceptions.ConnectionError) and stub.fleets == []
 
 
-def test_what_redis_tells_everybody_passes_for_no_answer():
+def test_a_push_message_does_not_count_as_a_reply():
     push = b">2\r\n$4\r\nnews\r\n:8\r\n"
     stub = Stub(push + ANSWER + push, ANSWER)
     assert play(stub.speak, asked("a", "b")) == [7, 7]
     assert stub.connections == 1
 
 
-def test_an_answer_that_cannot_be_taken_ends_all_that_waits_and_the_next_is_asked_anew(monkeypatch):
+def test_a_reply_that_cannot_be_handled_fails_all_pending_requests_and_the_next_one_reconnects(monkeypatch):
     async def act(pipeline: Pipeline) -> list[Any]:
         with monkeypatch.context() as broken:
-            broken.setattr(pipeline._scripts, "load_command", None)  # for what this Redis does not know
+            broken.setattr(
+                pipeline._scripts, "load_command", None
+            )  # called for a function that this Redis does not have
             found = await asked("a", "b")(pipeline)
         return found + await asked("c")(pipeline)
 
     stub = Stub(b"-ERR Function not found\r\n", b"", ANSWER)
     *lost, again = play(stub.speak, act)
     assert again == 7 and len(lost) == 2
-    assert all(isinstance(it, exceptions.ConnectionError) and "NoneType" in str(it) for it in lost)
+    assert all(isinstance(error, exceptions.ConnectionError) and "NoneType" in str(error) for error in lost)
 
 
 def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():

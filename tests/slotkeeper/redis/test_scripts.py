@@ -45,7 +45,7 @@ def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
     assert calls["cmdstat_fcall"]["calls"] == 4, "the first finds no function"
 
 
-def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
+def test_the_scripts_are_loaded_again_into_a_redis_that_lost_them(client: Redis):
     room = Room(client)
     room.with_slots(1)
     client.function_flush()
@@ -55,8 +55,8 @@ def test_a_redis_that_forgot_the_scripts_is_told_them_again(client: Redis):
     assert room.offer() == []
 
 
-def test_what_a_call_remembers_is_gone_with_the_next(client: Redis):
-    """A function's fragments live longer than a call: two fleets in turn, each with rules and servers of its own."""
+def test_a_call_keeps_no_state_for_the_next_call(client: Redis):
+    """The fragments of a function outlive a call: two fleets take turns, each with its rules and its servers."""
     one, two = Room(client, "zimg").configure(policy="fair"), Room(client, "flux").configure("zimg", tenant_slots=1)
     one.with_slots(2)
     two.with_slots(3)
@@ -99,7 +99,7 @@ def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
 
 
 @pytest.mark.parametrize(
-    ("url", "kind", "told"),
+    ("url", "kind", "expected"),
     [
         ("redis://h:1/2", live.Connection, {"host": "h", "port": 1, "db": 2}),
         ("redis://u:p@h?protocol=2", live.Connection, {"username": "u", "password": "p", "protocol": 2}),
@@ -107,7 +107,7 @@ def test_keys_of_a_fleet_are_its_prefix_its_tag_and_a_name(fleet):
         ("unix:///run/redis.sock?db=3", live.UnixDomainSocketConnection, {"path": "/run/redis.sock", "db": 3}),
     ],
 )
-def test_an_event_loops_connection_is_to_the_same_redis_as_the_clients(url, kind, told):
+def test_an_event_loops_connection_is_to_the_same_redis_as_the_clients(url, kind, expected):
     found = make_async_connection(connect(url, 3.0))
     assert type(found) is kind
-    assert {name: getattr(found, name) for name in told} == told
+    assert {name: getattr(found, name) for name in expected} == expected

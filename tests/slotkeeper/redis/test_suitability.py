@@ -19,13 +19,13 @@ def keeping(client: Redis) -> Iterator[Redis]:
         client.config_set(name, value)
 
 
-def test_a_redis_that_throws_keys_away_is_told_apart_from_one_that_refuses_new_ones(keeping: Redis) -> None:
+def test_a_redis_that_evicts_keys_is_reported_and_one_that_rejects_new_keys_is_not(keeping: Redis) -> None:
     assert explain_eviction(keeping) is None
     keeping.config_set("maxmemory-policy", "allkeys-lru")
     assert "allkeys-lru" in (advice := explain_eviction(keeping) or "") and "noeviction" in advice
 
 
-def test_a_redis_without_an_append_only_file_is_told(keeping: Redis) -> None:
+def test_a_redis_without_an_append_only_file_is_reported(keeping: Redis) -> None:
     keeping.config_set("appendonly", "no")
     assert "appendonly yes" in (explain_no_persistence(keeping) or "")
     keeping.config_set("appendonly", "yes")

@@ -1,4 +1,4 @@
-"""What the record promises about models, configurations, servers and tenants."""
+"""The catalog stores models, configurations, servers and tenants."""
 
 import orjson
 import pytest
@@ -104,7 +104,7 @@ def test_fleets_that_both_have_servers_are_not_joined(catalog):
 
 @pytest.mark.parametrize("state", sorted(ACTIVE_STATES))
 def test_a_model_whose_jobs_have_not_ended_does_not_change_its_fleet(catalog, store, state):
-    """They wait under the old fleet's keys, where nobody would look for them."""
+    """Its jobs wait under the keys of the old fleet, where no worker would look for them."""
     catalog.configure("flux", {}, T0)
     a_job_in(store, state, model="flux")
     catalog.register("zimg", "gpu2", URL, 4, T0)
@@ -266,7 +266,7 @@ def _stood(catalog: Catalog, kind: str, name: str):
 
 @pytest.mark.parametrize("kind", ["server", "model", "tenant"])
 @pytest.mark.parametrize("state", sorted(AdminState))
-def test_a_server_a_model_or_a_tenant_stands_as_it_was_told_and_says_by_whom(catalog, kind, state):
+def test_a_server_model_or_tenant_keeps_the_state_that_was_set_and_who_set_it(catalog, kind, state):
     name = {"server": "gpu1", "model": "zimg", "tenant": "acme"}[kind]
     change = getattr(catalog, f"set_{kind}_state")
     catalog.register("zimg", "gpu1", URL, 4, T0)
@@ -310,7 +310,7 @@ def test_what_is_not_there_cannot_be_paused(catalog, kind):
 
 @pytest.mark.parametrize("kind", ["server", "model", "tenant"])
 @pytest.mark.parametrize("wrong", ["off", "", "ONLINE"])
-def test_a_word_that_is_no_standing_is_refused(catalog, kind, wrong):
+def test_an_unknown_state_is_rejected(catalog, kind, wrong):
     catalog.register("gpu1", "gpu1", URL, 4, T0)
     before = catalog.read()
     with pytest.raises(ValueError, match="AdminState"):
@@ -380,7 +380,7 @@ def test_an_override_that_is_wrong_changes_nothing(catalog, wrong):
     assert catalog.read() == before
 
 
-def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once(database, catalog):
+def test_fields_that_a_newer_release_stored_are_ignored_and_logged_once(database, catalog):
     catalog.configure("flux", {"max_retries": 5}, T0)
     stored = {"max_retries": 5, "policy": "auction", "gravity": 9.81}
     change = update(models).where(models.c.name == "flux").values(overrides=orjson.dumps(stored).decode())
@@ -388,7 +388,7 @@ def test_what_a_newer_release_has_stored_does_not_stop_this_one_and_is_told_once
     with capture_logs() as logs:
         found = [catalog.read().models["flux"] for _ in range(3)]
     assert [model.config for model in found] == [ModelConfig(max_retries=5)] * 3
-    assert found[0].overrides == stored  # it is still there for the release that knows it
+    assert found[0].overrides == stored  # kept for the release that knows these fields
     assert logs == [
         {
             "event": "catalog_overrides_unknown",
@@ -493,7 +493,7 @@ def test_tenants_are_listed_by_name(tenants):
     assert [tenant.name for tenant in tenants.list_all()] == ["acme", "zoe"]
 
 
-def test_with_the_catalogs_version_the_databases_time_is_heard(database, monkeypatch):
+def test_a_read_of_the_catalog_version_also_reads_the_time_of_the_database(database, monkeypatch):
     ours = Clock()
     monkeypatch.setattr("slotkeeper.db.shared_clock.clock", ours)
     Catalog(database).get_version()

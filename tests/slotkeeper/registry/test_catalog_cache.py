@@ -135,7 +135,7 @@ def test_a_process_that_never_read_the_catalog_cannot_do_without_the_database(ca
 
 def test_many_threads_at_once_read_the_catalog_once(cache, catalog):
     found = at_once(*[cache.get] * 8)
-    assert len({id(it) for it in found}) <= 8 and catalog.reads == 1
+    assert len({id(snapshot) for snapshot in found}) <= 8 and catalog.reads == 1
 
 
 def test_a_look_for_a_newer_catalog_takes_little_of_the_time_of_a_request(cache, catalog, monkeypatch):

@@ -154,7 +154,7 @@ def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url
     database.close()
 
 
-def test_a_dead_job_of_a_removed_model_stays_dead_and_is_told_what_to_do(database, catalog, store):
+def test_a_dead_job_of_a_removed_model_is_not_revived_until_the_model_is_registered_again(database, catalog, store):
     job = an_ended_job(store, State.DEAD)
     catalog_removal.remove_model(database, "zimg", T0, "ops")
     with pytest.raises(ModelClosed, match=r"was removed.*stays dead"):
@@ -181,7 +181,7 @@ def test_a_server_that_runs_something_is_not_removed(database, catalog, store):
     assert catalog.read().servers["gpu1"].takes_jobs
 
 
-def test_a_server_whose_slots_are_withheld_is_not_removed(database, catalog, store):
+def test_a_server_with_quarantined_slots_is_not_removed(database, catalog, store):
     run = a_running_job(store)
     store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="{}", quarantine=Quarantine("x", T0))
     with pytest.raises(Conflict, match="1 of its slots are quarantined"):
@@ -213,7 +213,7 @@ def test_a_server_that_stays_after_all_takes_jobs_again(database, catalog, store
     assert catalog_removal.finish_server_removal(database, "gpu1") is None
 
 
-def test_who_removes_a_server_by_force_is_told_which_runs_are_lost(database, catalog, store):
+def test_a_forced_removal_of_a_server_returns_the_lost_runs(database, catalog, store):
     run = a_running_job(store)
     found = catalog_removal.remove_server(database, "gpu1", T0, "ops", force=True)
     assert (found.is_over, found.lost, catalog.read().servers) == (True, (run.job.id,), {})

@@ -1,4 +1,4 @@
-"""What the record promises about defaults: of kinds of models, and of all."""
+"""Defaults exist for each kind of model and for the installation."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def catalog(database: Database) -> Catalog:
     return Catalog(database)
 
 
-def test_the_nearest_that_says_a_field_decides_it(catalog):
+def test_the_most_specific_level_that_sets_a_field_decides_it(catalog):
     catalog.set_defaults(INSTALLATION, {"max_retries": 1, "max_crashes": 1, "policy": "fifo"}, T0, "ops")
     catalog.set_defaults("training", {"max_retries": 2, "max_crashes": 2}, T0, "ops")
     catalog.configure("zimg", {"kind": "training", "max_retries": 3}, T0)
@@ -24,14 +24,14 @@ def test_the_nearest_that_says_a_field_decides_it(catalog):
     of_kind, plain = found["zimg"], found["flux"]
     assert (of_kind.config.max_retries, of_kind.config.max_crashes, of_kind.config.policy) == (3, 2, "fifo")
     assert (plain.config.max_retries, plain.config.max_crashes, plain.config.policy) == (1, 1, "fifo")
-    said = ("kind", "max_retries", "max_crashes", "policy")
-    assert [of_kind.sources[name] for name in said] == [
+    fields = ("kind", "max_retries", "max_crashes", "policy")
+    assert [of_kind.sources[name] for name in fields] == [
         ConfigSource.MODEL,
         ConfigSource.MODEL,
         ConfigSource.KIND,
         ConfigSource.INSTALLATION,
     ]
-    assert "poll_interval" not in of_kind.sources, "it is built in"
+    assert "poll_interval" not in of_kind.sources, "the built-in default has no source"
 
 
 def test_a_change_of_defaults_reaches_every_model_and_raises_the_version(catalog):
@@ -42,14 +42,14 @@ def test_a_change_of_defaults_reaches_every_model_and_raises_the_version(catalog
     assert (catalog.read().models["zimg"].config.max_retries, catalog.get_version()) == (9, before + 1)
 
 
-def test_how_servers_are_spoken_to_is_taken_together_from_the_nearest_that_says_it(catalog):
+def test_a_server_description_is_taken_whole_from_the_most_specific_level_that_sets_it(catalog):
     catalog.set_defaults(INSTALLATION, {"preset": "a"}, T0, "ops", '{"a":1}')
     catalog.set_defaults("training", {"model_type": "async", "id_field": "id"}, T0, "ops", '{"b":1}')
     catalog.configure("own", {"kind": "training", "preset": "c"}, T0, '{"c":1}')
     catalog.configure("of-kind", {"kind": "training"}, T0)
     catalog.configure("plain", {}, T0)
     found = catalog.read().models
-    versions = {name: it.described_by for name, it in found.items()}
+    versions = {name: model.described_by for name, model in found.items()}
     assert versions == {
         "own": server_descriptions.hash_body('{"c":1}'),
         "of-kind": server_descriptions.hash_body('{"b":1}'),

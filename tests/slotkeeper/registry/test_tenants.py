@@ -1,4 +1,4 @@
-"""Tenants: their limits change, and a removal says what it concerns."""
+"""The limits of a tenant can be changed, and its removal reports what it affects."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_limits_change_and_the_key_stays(database: Database) -> None:
     assert identity_of(database, key).tenant == Tenant("acme")
     with pytest.raises(NotFound):
         tenants.change("none", {"burst": 3}, T0)
-    acts = [it.act for it in find_entries(database, AuditFilter())]
+    acts = [entry.act for entry in find_entries(database, AuditFilter())]
     assert acts == ["tenant.change", "tenant.change", "tenant.add"]
 
 
@@ -64,12 +64,12 @@ def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> Non
 def test_an_administrator_changes_limits_over_rest(api: Api, settings: dict[str, str]) -> None:
     root, acme = api.tenant("root", admin=True), api.tenant("acme")
     path = "/admin/tenants/acme"
-    told = api.client.patch(path, json={"rate_per_s": 7, "burst": 9}, headers=root).json
-    assert (told["rate_per_s"], told["burst"], told["state"]) == (7, 9, "online")
-    told = api.client.patch(path, json={"state": "paused", "burst": None}, headers=root).json
-    assert (told["rate_per_s"], told["burst"], told["state"]) == (7, None, "paused")
-    told = api.client.patch(path, json={"limits": {"max_waiting": 5, "most_urgent": 4}}, headers=root).json
-    assert {name: value for name, value in told["limits"].items() if value} == {
+    changed = api.client.patch(path, json={"rate_per_s": 7, "burst": 9}, headers=root).json
+    assert (changed["rate_per_s"], changed["burst"], changed["state"]) == (7, 9, "online")
+    changed = api.client.patch(path, json={"state": "paused", "burst": None}, headers=root).json
+    assert (changed["rate_per_s"], changed["burst"], changed["state"]) == (7, None, "paused")
+    changed = api.client.patch(path, json={"limits": {"max_waiting": 5, "most_urgent": 4}}, headers=root).json
+    assert {name: value for name, value in changed["limits"].items() if value} == {
         "rate_per_s": 7,
         "max_waiting": 5,
         "most_urgent": 4,
@@ -112,7 +112,7 @@ def test_the_headers_say_what_is_left(api: Api, settings: dict[str, str]) -> Non
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tenants]:
-    """An installation whose commands work on the record in a folder."""
+    """An installation whose commands use a database in a folder."""
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     monkeypatch.delenv("SLOTKEEPER_DATABASE_URL", raising=False)
     wired.cache_clear()
@@ -126,13 +126,13 @@ def _run(*words: str, answer: str = "") -> Result:
     return CliRunner().invoke(main, ["tenants", *words], input=answer)
 
 
-def test_a_removal_says_what_the_tenant_has_and_asks(home: Tenants) -> None:
+def test_a_removal_lists_what_the_tenant_has_and_asks_for_confirmation(home: Tenants) -> None:
     home.add(Tenant("acme"), T0)
     a_queued_job(JobStore(home.database), tenant="acme")
     asked = _run("remove", "acme", answer="n\n")
     assert asked.exit_code == 1 and "jobs that have not ended: 1 queued; webhooks: 0" in asked.output
-    assert [it.name for it in home.list_all()] == ["acme"]
-    assert _run("remove", "acme").exit_code == 1, "nobody has answered"
+    assert [tenant.name for tenant in home.list_all()] == ["acme"]
+    assert _run("remove", "acme").exit_code == 1, "the prompt got no answer"
     assert _run("remove", "acme", "--yes").exit_code == 0
     assert home.list_all() == []
     assert "There is no tenant" in _run("remove", "acme", "--yes").output

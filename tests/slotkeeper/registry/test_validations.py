@@ -33,7 +33,7 @@ from tests.support.builders import T0, at_once
         ({"a": 1}, [1], "subset", "result differs"),
     ],
 )
-def test_an_answer_fits_or_it_is_said_where_it_differs(expected, got, compare, differs) -> None:
+def test_a_result_matches_or_its_first_difference_is_returned(expected, got, compare, differs) -> None:
     assert find_difference(expected, got, compare, 0.05) == differs
 
 

@@ -50,7 +50,7 @@ def test_who_is_let_in(case: str) -> None:
         ("0.0.0.0", ("gpu1.lan",), "10.0.0.4:9001", True),
     ],
 )
-def test_names_of_the_network_can_be_told(bound: str, names: tuple[str, ...], host: str, let_in: bool) -> None:
+def test_names_of_the_network_can_be_configured(bound: str, names: tuple[str, ...], host: str, let_in: bool) -> None:
     assert (HostGuard(bound, names).refusal(_request(host, None, None, JSON)) is None) is let_in
 
 

@@ -266,7 +266,7 @@ def test_the_payload_is_not_kept_after_the_end():
 # Cancel and stop
 
 
-def test_a_cancel_drops_what_waits_and_only_tells_what_runs():
+def test_a_cancel_removes_a_waiting_run_and_only_notifies_a_running_one():
     engine = RunScheduler(slots=1)
     running, waiting = started(engine, dispatched("a", 1)), queued(engine)
     assert engine.cancel(waiting.id) is waiting
@@ -303,7 +303,7 @@ def test_a_stopping_engine_starts_nothing_and_still_answers_for_what_it_did():
 
 
 def test_slots_hold_under_threads():
-    """SLOT-1: while a thread has a slot number, nobody else gets it."""
+    """SLOT-1: while a thread has a slot number, no other thread gets it."""
     engine, taken, trouble = RunScheduler(slots=3), [threading.Lock() for _ in range(3)], SimpleQueue()
 
     def work() -> None:

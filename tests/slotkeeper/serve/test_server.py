@@ -230,19 +230,19 @@ def test_the_demo_models_answer_with_a_url(model: Callable, asynchronous: bool):
     ("payload", "status"),
     [({"fail": "error"}, 500), ({"fail": "invalid"}, 422), ({"seconds": "long"}, 422), ({"seconds": -1}, 422)],
 )
-def test_the_demo_models_fail_when_told_to(payload: dict, status: int):
+def test_the_demo_models_fail_as_the_payload_requests(payload: dict, status: int):
     with embedded(zimg) as served:
         assert served.dispatch({"seconds": 0, **payload}).status_code == status
 
 
-def test_a_demo_model_fails_for_as_many_attempts_as_told():
+def test_a_demo_model_fails_for_the_requested_number_of_attempts():
     payload = {"seconds": 0, "fail": "error", "fail_attempts": 2}
     with embedded(zimg) as served:
         statuses = [served.dispatch(payload, job="a", attempt=attempt).status_code for attempt in (1, 2, 3)]
     assert statuses == [500, 500, 200]
 
 
-def test_a_demo_model_takes_the_server_down_when_told_to():
+def test_a_demo_model_crashes_the_server_on_request():
     with process("slotkeeper.serve.demo:zimg") as started:
         with pytest.raises(requests.ConnectionError):
             started.served.dispatch({"seconds": 0, "fail": "crash"})
@@ -261,7 +261,7 @@ def test_a_coroutine_can_be_served():
         assert served.dispatch({"a": 1}).json()["result"] == {"echo": {"a": 1}}
 
 
-def test_a_model_that_cannot_hear_a_cancel_is_not_said_to_be_canceling():
+def test_a_run_whose_model_cannot_receive_a_cancel_is_not_reported_as_canceling():
     with closing(Gate()) as gate, embedded(gated.deaf) as served:
         stage = CheckContext(served, gate)
         answer = stage.later(lambda: served.dispatch(stage.payload(), job="a"))
@@ -289,7 +289,7 @@ def test_a_function_that_tries_to_exit_only_ends_its_run():
         assert served.health()["active_jobs"] == 0
 
 
-def test_health_tells_the_most_that_ever_ran_and_what_is_served():
+def test_health_reports_the_maximum_of_concurrent_runs_and_the_served_model():
     with closing(Gate()) as gate, embedded(gated.model, slots=3, model="zimg", endpoint="/run") as served:
         served.endpoint = "/run"
         stage = CheckContext(served, gate)
@@ -368,7 +368,7 @@ def test_requests_sent_in_one_piece_or_in_many_are_answered_in_order(small: Serv
         assert answers.index(b'"echo"') < answers.index(b'"active_jobs"')
 
 
-def test_a_client_that_asks_before_it_sends_is_told_to_go_on(small: ServerUnderTest):
+def test_a_client_that_expects_100_continue_receives_it(small: ServerUnderTest):
     host, _, port = small.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as line, line.makefile("rb") as answers:
         line.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")

@@ -1,4 +1,4 @@
-"""A reference server whose function yields: who asks for a stream gets one, and nobody else."""
+"""A reference server whose function yields streams to each client that requests a stream, and to no other."""
 
 import http.client
 import threading
@@ -52,14 +52,14 @@ def post(url: str, payload: dict[str, Any], **headers: str) -> requests.Response
     return requests.post(f"{url}/generate", json=payload, headers=headers, stream=True, timeout=20)
 
 
-def test_pieces_come_as_they_are_made_and_the_last_event_is_the_answer(url, speaker):
-    answer = post(url, {"say": "ab", "waits": True}, **STREAM)
-    assert answer.headers["Content-Type"] == "text/event-stream"
-    heard = events(answer)
+def test_pieces_are_streamed_as_they_are_made_and_the_last_event_is_the_result(url, speaker):
+    response = post(url, {"say": "ab", "waits": True}, **STREAM)
+    assert response.headers["Content-Type"] == "text/event-stream"
+    received = events(response)
     speaker.may.release()
-    assert [next(heard), next(heard)] == [{"progress": 0.5}, {"piece": "a"}]
+    assert [next(received), next(received)] == [{"progress": 0.5}, {"piece": "a"}]
     speaker.may.release()
-    assert list(heard) == [{"progress": 1.0}, {"piece": "b"}, {"status": "success", "result": "ab"}]
+    assert list(received) == [{"progress": 1.0}, {"piece": "b"}, {"status": "success", "result": "ab"}]
 
 
 def test_who_asks_for_none_gets_the_whole(url):
@@ -73,32 +73,32 @@ def test_an_error_in_the_middle_is_the_last_event(url):
     assert (last["status"], last["retryable"]) == ("error", True)
 
 
-def test_who_joins_a_run_hears_all_of_it(url, speaker):
+def test_a_client_that_joins_a_run_receives_its_whole_stream(url, speaker):
     first = events(post(url, {"say": "ab", "waits": True}, **DISPATCHER, **STREAM))
     speaker.may.release()
     assert [next(first)["progress"], next(first)["piece"]] == [0.5, "a"]
     second = events(post(url, {"say": "ab", "waits": True}, **(DISPATCHER | {"X-Attempt": "2"}), **STREAM))
     assert [next(second)["progress"], next(second)["piece"]] == [0.5, "a"]
     speaker.may.release()
-    assert [list(it)[-1] for it in (first, second)] == [{"status": "success", "result": "ab"}] * 2
+    assert [list(stream)[-1] for stream in (first, second)] == [{"status": "success", "result": "ab"}] * 2
 
 
 def test_a_cancel_ends_a_run_between_two_pieces(url, speaker):
-    heard = events(post(url, {"say": "ab", "waits": True}, **DISPATCHER, **STREAM))
+    received = events(post(url, {"say": "ab", "waits": True}, **DISPATCHER, **STREAM))
     speaker.may.release()
-    next(heard)
+    next(received)
     assert requests.post(f"{url}/cancel/j").json()["status"] == "canceling"
     speaker.may.release()
-    assert list(heard)[-1]["status"] == "canceled"
+    assert list(received)[-1]["status"] == "canceled"
 
 
-def test_a_status_says_how_far_a_run_is(speaker):
+def test_a_status_reports_the_progress_of_a_run(speaker):
     with ReferenceServer(speaker, ServeConfig(port=0, asynchronous=True)) as server:
         run = post(server.url, {"say": "ab", "waits": True}, **STREAM).json()["job_id"]
         speaker.may.release(2)
-        while (told := requests.get(f"{server.url}/status/{run}").json())["status"] == "processing":
-            assert told.get("progress") in (None, 0.5, 1.0)
-        assert told["result"] == "ab"
+        while (status := requests.get(f"{server.url}/status/{run}").json())["status"] == "processing":
+            assert status.get("progress") in (None, 0.5, 1.0)
+        assert status["result"] == "ab"
 
 
 def test_http_1_0_has_no_chunks(url):

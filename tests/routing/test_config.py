@@ -98,4 +98,4 @@ def test_names_of_leases_are_unique_across_a_fork():
 
 
 def test_a_renewals_answers_are_the_scripts_words():
-    assert {str(it) for it in Renewal} == {"renewed", "cancel", "lost", "unknown"}
+    assert {str(renewal) for renewal in Renewal} == {"renewed", "cancel", "lost", "unknown"}

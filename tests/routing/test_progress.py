@@ -22,7 +22,7 @@ from slotkeeper.redis.connections import connect
 from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.scripts import Scripts
 from tasks.servers.stream_reader import Piece
-from tasks.worker import progress_publisher as saying
+from tasks.worker import progress_publisher
 from tasks.worker.progress_publisher import ProgressPublisher
 from tools.cluster.valkey_process import Valkey
 
@@ -36,7 +36,7 @@ def scripts(valkey: Valkey) -> Iterator[Scripts]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BATCH_S", "_UNWATCHED_PAUSE_S", "_PAUSE_PER_STREAM_S", "_FAILURE_PAUSE_S"):
-        monkeypatch.setattr(saying, name, 0.0)
+        monkeypatch.setattr(progress_publisher, name, 0.0)
     monkeypatch.setattr("routing.progress._RECONNECT_S", 0.01)
 
 
@@ -198,17 +198,17 @@ def test_entry_ids_grow_also_when_the_clock_is_set_back(monkeypatch):
 # -- the worker's side -----------------------------------------------------------------------------------------
 
 
-class Asked:
-    """In place of Redis: keeps what it is told, once the test lets it answer."""
+class FakeRedis:
+    """A fake Redis that records each published entry, and answers when the test allows it."""
 
     def __init__(self, scripts: Scripts) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
         self.kept: list[int] = []
         self.ended = False
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.error: Exception | None = None
-        self.saying = ProgressPublisher(ProgressCommands(scripts), self.ask, asyncio.get_running_loop())
+        self.publisher = ProgressPublisher(ProgressCommands(scripts), self.ask, asyncio.get_running_loop())
 
     async def ask(self, command: Any) -> int:
         await self.may_answer.wait()
@@ -216,114 +216,117 @@ class Asked:
             raise self.error
         _, text, kept, _ = command.args
         if text:
-            self.told.append(orjson.loads(text))
+            self.entries.append(orjson.loads(text))
             self.kept.append(kept)
         self.ended = self.ended or not text
         return 1
 
 
-def speaking(scripts: Scripts, act: Callable[[Asked, Any], Any]) -> Asked:
-    async def whole() -> Asked:
-        asked = Asked(scripts)
-        await act(asked, asked.saying.stream("j", 2))
-        return asked
+def run_publisher(scripts: Scripts, act: Callable[[FakeRedis, Any], Any]) -> FakeRedis:
+    async def whole() -> FakeRedis:
+        fake = FakeRedis(scripts)
+        await act(fake, fake.publisher.stream("j", 2))
+        return fake
 
     return asyncio.run(whole())
 
 
-def test_what_comes_while_redis_is_asked_is_told_together(scripts):
-    async def act(asked, speech) -> None:
-        asked.may_answer.clear()
+def test_pieces_that_arrive_during_a_request_are_sent_together(scripts):
+    async def act(fake, stream) -> None:
+        fake.may_answer.clear()
         for n, text in enumerate("abcd"):
-            speech(Piece(text=text, offset=n))
+            stream(Piece(text=text, offset=n))
             await asyncio.sleep(0)
-        asked.may_answer.set()
-        await until(lambda: len(asked.told) == 2)
+        fake.may_answer.set()
+        await until(lambda: len(fake.entries) == 2)
 
-    told = speaking(scripts, act).told
-    assert told[0] == {"job_id": "j", "attempt": 2, "offset": 0, "text": "a"}
-    assert told[1] == {"job_id": "j", "attempt": 2, "offset": 1, "text": "bcd"}
+    entries = run_publisher(scripts, act).entries
+    assert entries[0] == {"job_id": "j", "attempt": 2, "offset": 0, "text": "a"}
+    assert entries[1] == {"job_id": "j", "attempt": 2, "offset": 1, "text": "bcd"}
 
 
-def test_a_text_that_begins_anew_is_told_apart(scripts):
-    async def act(asked, speech) -> None:
-        asked.may_answer.clear()
+def test_a_text_that_starts_again_is_a_separate_entry(scripts):
+    async def act(fake, stream) -> None:
+        fake.may_answer.clear()
         for text, offset in (("x", 0), ("a", 0), ("b", 1)):
-            speech(Piece(text=text, offset=offset))
-        asked.may_answer.set()
-        await until(lambda: len(asked.told) == 2)
+            stream(Piece(text=text, offset=offset))
+        fake.may_answer.set()
+        await until(lambda: len(fake.entries) == 2)
 
-    assert [(it["offset"], it["text"]) for it in speaking(scripts, act).told] == [(0, "x"), (0, "ab")]
+    assert [(entry["offset"], entry["text"]) for entry in run_publisher(scripts, act).entries] == [(0, "x"), (0, "ab")]
 
 
-def test_values_and_progress_are_told_each_and_the_same_progress_once(scripts):
-    async def act(asked, speech) -> None:
+def test_each_value_and_each_new_progress_is_a_separate_entry(scripts):
+    async def act(fake, stream) -> None:
         for piece in (Piece(progress=0.5), Piece(progress=0.5), Piece(value=[1], offset=0)):
-            speech(piece)
-        speech.close()
-        await until(lambda: asked.ended)
+            stream(piece)
+        stream.close()
+        await until(lambda: fake.ended)
 
-    told = [{name: it[name] for name in it if name not in ("job_id", "attempt")} for it in speaking(scripts, act).told]
-    assert told == [{"progress": 0.5}, {"offset": 0, "pieces": [[1]]}]
+    entries = [
+        {name: entry[name] for name in entry if name not in ("job_id", "attempt")}
+        for entry in run_publisher(scripts, act).entries
+    ]
+    assert entries == [{"progress": 0.5}, {"offset": 0, "pieces": [[1]]}]
 
 
-def test_a_redis_that_does_not_answer_takes_no_memory(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MAX_PENDING_CHARS", 100)
-    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 20)
+def test_pending_entries_are_bounded_while_redis_does_not_answer(scripts, monkeypatch):
+    monkeypatch.setattr(progress_publisher, "MAX_PENDING_CHARS", 100)
+    monkeypatch.setattr(progress_publisher, "MAX_ENTRY_CHARS", 20)
 
-    async def act(asked, speech) -> None:
-        asked.may_answer.clear()
+    async def act(fake, stream) -> None:
+        fake.may_answer.clear()
         for n in range(1000):
-            speech(Piece(text="x" * 10, offset=10 * n))
-        assert len(speech._entries) < 20
-        asked.may_answer.set()
-        speech.close()
-        await until(lambda: asked.ended)
+            stream(Piece(text="x" * 10, offset=10 * n))
+        assert len(stream._entries) < 20
+        fake.may_answer.set()
+        stream.close()
+        await until(lambda: fake.ended)
 
-    assert speaking(scripts, act).told[-1]["offset"] < 1000  # The gap shows in what is missing before the next.
-
-
-def test_an_error_of_redis_costs_nothing_but_the_piece(scripts):
-    async def act(asked, speech) -> None:
-        asked.error = RedisError("away")
-        speech(Piece(text="a", offset=0))
-        await until(lambda: not speech._is_sending and not speech._entries)
-        asked.error = None
-        speech(Piece(text="b", offset=1))
-        await until(lambda: len(asked.told) == 1)
-
-    assert speaking(scripts, act).told[0]["offset"] == 1
+    assert run_publisher(scripts, act).entries[-1]["offset"] < 1000  # The next offset shows the gap.
 
 
-def test_a_long_piece_comes_in_parts_and_a_large_value_not_at_all(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 4)
+def test_an_error_of_redis_loses_only_its_own_piece(scripts):
+    async def act(fake, stream) -> None:
+        fake.error = RedisError("away")
+        stream(Piece(text="a", offset=0))
+        await until(lambda: not stream._is_sending and not stream._entries)
+        fake.error = None
+        stream(Piece(text="b", offset=1))
+        await until(lambda: len(fake.entries) == 1)
 
-    async def act(asked, speech) -> None:
-        speech(Piece(text="abcdefg", offset=0))
-        speech(Piece(value="abcdefg", offset=7))
-        speech.close()
-        await until(lambda: asked.ended)
-
-    assert [it["text"] for it in speaking(scripts, act).told] == ["abcd", "efg"]
+    assert run_publisher(scripts, act).entries[0]["offset"] == 1
 
 
-def test_what_is_kept_of_a_run_is_bounded_by_its_bytes(scripts, monkeypatch):
-    monkeypatch.setattr(saying, "MAX_STORED_BYTES", 200)
-    monkeypatch.setattr(saying, "MAX_ENTRY_CHARS", 10)
+def test_a_long_text_is_split_and_a_large_value_is_dropped(scripts, monkeypatch):
+    monkeypatch.setattr(progress_publisher, "MAX_ENTRY_CHARS", 4)
 
-    async def act(asked, speech) -> None:
-        speech(Piece(text="x" * 200, offset=0))
-        speech.close()
-        await until(lambda: asked.ended)
+    async def act(fake, stream) -> None:
+        stream(Piece(text="abcdefg", offset=0))
+        stream(Piece(value="abcdefg", offset=7))
+        stream.close()
+        await until(lambda: fake.ended)
 
-    kept = speaking(scripts, act).kept
+    assert [entry["text"] for entry in run_publisher(scripts, act).entries] == ["abcd", "efg"]
+
+
+def test_the_stored_entries_of_a_run_are_bounded_by_their_bytes(scripts, monkeypatch):
+    monkeypatch.setattr(progress_publisher, "MAX_STORED_BYTES", 200)
+    monkeypatch.setattr(progress_publisher, "MAX_ENTRY_CHARS", 10)
+
+    async def act(fake, stream) -> None:
+        stream(Piece(text="x" * 200, offset=0))
+        stream.close()
+        await until(lambda: fake.ended)
+
+    kept = run_publisher(scripts, act).kept
     assert kept[0] == 1 and 1 < max(kept) < 5
 
 
-def test_a_run_that_says_nothing_asks_redis_nothing(scripts):
-    async def act(asked, speech) -> None:
-        speech.close()
+def test_a_run_without_progress_sends_no_request_to_redis(scripts):
+    async def act(fake, stream) -> None:
+        stream.close()
         await asyncio.sleep(0)
-        assert not asked.ended and asked.told == []
+        assert not fake.ended and fake.entries == []
 
-    speaking(scripts, act)
+    run_publisher(scripts, act)

@@ -59,7 +59,7 @@ def test_over_a_long_time_exactly_the_rate_is_admitted(rate):
     assert admitted == 5 + 7000 // 100
 
 
-def test_after_the_wait_it_was_told_a_submit_is_admitted(rate):
+def test_a_submit_is_admitted_after_the_returned_wait(rate):
     rate.admit(5)
     rate.later(30)
     wait = rate.admit(3)

@@ -63,7 +63,7 @@ def test_a_line_is_accepted_once_however_often_it_is_sent(
         if first > received:
             with pytest.raises(MissingLines) as refused:
                 add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
-            # A client that has read the batch before is told what it has read, and asks again.
+            # A client with an old copy of the batch gets the next line of that copy, and reads the batch again.
             assert refused.value.facts["next_line"] == batch.lines
             continue
         if first > batch.lines:  # What this client has read says that lines are missing.

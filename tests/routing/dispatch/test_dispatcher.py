@@ -31,7 +31,9 @@ def test_a_submitted_job_is_recorded_and_offered_at_once(stage):
     stage.register()
     job_id = stage.submit()
     assert stage.state(job_id) is State.QUEUED
-    assert [(it.job_id, it.slot, it.model, it.owner) for it in stage.told.offers] == [(job_id, "gpu-slot0", "zimg", "")]
+    assert [(offer.job_id, offer.slot, offer.model, offer.owner) for offer in stage.told.offers] == [
+        (job_id, "gpu-slot0", "zimg", "")
+    ]
 
 
 def test_without_a_free_slot_a_job_waits_in_the_room_and_nobody_is_woken(stage):
@@ -201,7 +203,7 @@ def test_jobs_of_several_models_go_to_their_own_fleets(stage):
     stage.register(2)
     stage.register(1, server="other", model="flux")
     ids = stage.submit_all([stage.a(), stage.a("flux"), stage.a(), stage.a("flux")])
-    assert sorted((it.job_id, it.server) for it in stage.told.offers) == [
+    assert sorted((offer.job_id, offer.server) for offer in stage.told.offers) == [
         (ids[0], "gpu"),
         (ids[1], "other"),
         (ids[2], "gpu"),
@@ -242,7 +244,7 @@ def test_a_full_queue_is_refused_with_the_time_to_wait(stage):
     assert sum(ledger.read(stage.store.database).by_state.values()) == 3
 
 
-def test_a_tenant_above_its_rate_is_refused_until_the_time_it_is_told(stage):
+def test_a_tenant_above_its_rate_is_rejected_until_the_reported_retry_time(stage):
     stage.register()
     acme = stage.limited("acme", rate_per_s=2, burst=3)
     stage.submit_all([stage.a() for _ in range(3)], acme)
@@ -275,7 +277,7 @@ def test_a_job_whose_wake_up_was_lost_is_found_by_the_worker_that_looks_for_work
 # -- start, settle, hand-off -----------------------------------------------------------------------------------
 
 
-def test_the_whole_way_of_a_job(stage):
+def test_a_job_runs_from_its_submit_to_its_completion(stage):
     stage.register()
     first, second = stage.submit(callback_url=CALLBACK), stage.submit()
     task = stage.start()
@@ -284,7 +286,7 @@ def test_the_whole_way_of_a_job(stage):
     settled = stage.settle(task)
     assert settled.moved is not None and settled.moved.to is State.COMPLETED and settled.next is None
     assert stage.job(first).result == '{"url":"x"}'
-    assert [it.job_id for it in stage.told.offers] == [second]
+    assert [offer.job_id for offer in stage.told.offers] == [second]
     assert [why for _, why, _ in trail_of(stage.store, first)] == ["submitted", "started", "finished"]
     assert stage.told.ends == [(first, State.COMPLETED)]
 
@@ -301,14 +303,14 @@ def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(st
     assert stage.state(first) is State.COMPLETED and stage.state(second) is State.RUNNING
 
 
-def test_the_end_is_told_after_the_slot_is_free(stage):
+def test_the_end_of_a_job_is_notified_after_its_slot_is_free(stage):
     stage.register()
     stage.submit()
     stage.settle(stage.start())
     assert stage.told.slots_taken_at_end == [0]
 
 
-def test_an_end_that_cannot_be_told_is_an_end_all_the_same(stage):
+def test_a_failed_notification_does_not_undo_the_end_of_a_job(stage):
     stage.register()
     job_id = stage.submit(callback_url=CALLBACK)
     task = stage.start()
@@ -318,7 +320,7 @@ def test_an_end_that_cannot_be_told_is_an_end_all_the_same(stage):
     assert stage.state(job_id) is State.COMPLETED and stage.free() == 1
 
 
-def test_a_doubled_wake_up_starts_nothing_twice(stage):
+def test_a_duplicate_wake_up_does_not_start_a_job_twice(stage):
     stage.register()
     job_id = stage.submit()
     offer = stage.told.offers[0]
@@ -389,7 +391,7 @@ def test_with_the_database_down_the_lease_is_held_on(stage, monkeypatch):
 # -- the separate budgets --------------------------------------------------------------------------------------
 
 
-def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_tried_at_once(stage):
+def test_a_busy_server_costs_no_attempt_and_the_job_is_offered_on_another_server_at_once(stage):
     stage.register(1, server="a")
     stage.register(1, server="b")
     job_id, later = stage.submit(), stage.submit()
@@ -397,7 +399,7 @@ def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_trie
     stage.settle(two)
     settled = stage.settle(one, OutcomeKind.BUSY, retry_after_s=2.0)
     assert settled.moved is not None and settled.moved.to is State.QUEUED
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, two.lease.slot)]
+    assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, two.lease.slot)]
     job = stage.job(job_id)
     assert (job.attempts, job.failures, job.crashes, job.waits) == (0, 0, 0, 1)
     assert stage.free() == 0
@@ -409,7 +411,7 @@ def test_a_busy_server_costs_nothing_the_slot_has_a_cooldown_and_another_is_trie
     assert stage.free() == 1 and stage.state(later) is State.COMPLETED
 
 
-def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and_never_longer_than_the_longest(stage):
+def test_the_cooldown_of_a_busy_server_has_a_default_and_a_maximum(stage):
     stage.register()
     for wish, cooldown_ms in ((None, SETTINGS.busy_cooldown_ms), (3600.0, SETTINGS.busy_cooldown_max_ms), (0.0, 0)):
         job_id = stage.submit()
@@ -420,7 +422,7 @@ def test_a_busy_server_that_says_nothing_has_the_cooldown_that_is_configured_and
             assert stage.offered() == []
             stage.later(1)
             passes.sweep(stage.dispatcher)
-        assert [it.job_id for it in stage.told.offers] == [job_id]
+        assert [offer.job_id for offer in stage.told.offers] == [job_id]
         stage.settle(stage.start())
 
 
@@ -449,7 +451,7 @@ def test_a_day_without_its_server_costs_a_job_nothing(stage):
     assert stage.state(job_id) is State.COMPLETED
 
 
-def test_a_server_that_cannot_be_reached_has_a_cooldown_with_all_its_slots_longer_each_time(stage):
+def test_the_cooldown_of_an_unreachable_server_covers_all_its_slots_and_grows_each_time(stage):
     stage.register(3)
     stage.submit()
     cooldowns = []
@@ -496,7 +498,7 @@ def test_a_server_may_ask_for_a_longer_wait_but_not_beyond_the_models_longest(st
         assert due is not None and low <= due - stage.now <= high
 
 
-def test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again(stage):
+def test_a_job_is_dead_after_max_retries_and_a_revive_restores_all_its_retries(stage):
     stage.register(1, max_retries=2)
     job_id = stage.submit()
     for _ in range(3):
@@ -547,7 +549,7 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(stage):
     assert stage.state(job_id) is State.CANCELED and stage.free() == 1
 
 
-def test_who_cancels_or_retries_a_job_is_noted_once(stage):
+def test_each_cancel_and_retry_of_a_job_is_audited_once(stage):
     stage.register(max_retries=0)
     job_id = stage.submit()
     with audit.acting_as(audit.Actor("eve", "REST")):
@@ -563,8 +565,8 @@ def test_who_cancels_or_retries_a_job_is_noted_once(stage):
         stage.dispatcher.cancel(waiting)
         with pytest.raises(Conflict):
             stage.dispatcher.revive(waiting)
-    done = [it for it in audit.find_entries(stage.store.database, audit.AuditFilter()) if it.job_id]
-    assert [(it.act, it.job_id, it.actor) for it in done] == [
+    done = [entry for entry in audit.find_entries(stage.store.database, audit.AuditFilter()) if entry.job_id]
+    assert [(entry.act, entry.job_id, entry.actor) for entry in done] == [
         ("job.cancel", waiting, "eve"),
         ("job.cancel", job_id, "eve"),
         ("job.retry", job_id, "eve"),
@@ -581,7 +583,7 @@ def test_a_cancel_that_came_too_late_does_not_undo_a_result(stage):
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.BUSY, OutcomeKind.RETRY, OutcomeKind.LOST, OutcomeKind.UNREACHABLE, None])
-def test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothing(stage, kind):
+def test_a_canceled_run_without_a_result_is_canceled_at_once(stage, kind):
     stage.register(1, max_retries=0)
     job_id = stage.submit(callback_url=CALLBACK)
     task = stage.start()
@@ -593,11 +595,11 @@ def test_a_canceled_run_that_comes_to_no_result_is_canceled_and_waits_for_nothin
     assert stage.state(job_id) is State.CANCELED
     draining = {"gpu-slot0": f"{job_id}~1"} if kind is None else {}  # Its server goes on with what is handed back.
     assert stage.room.taken() == draining and stage.room.waiting() == []
-    assert [(told, state) for told, state in stage.told.ends] == [(job_id, State.CANCELED)]
+    assert [(ended_id, state) for ended_id, state in stage.told.ends] == [(job_id, State.CANCELED)]
 
 
 def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(stage, monkeypatch):
-    """The commit is done and nobody knows; done again it finds nothing to do."""
+    """The commit is done and its reply is lost; a repeated settle changes nothing."""
     stage.register()
     first, second = stage.submit(), stage.submit()
     task = stage.start()
@@ -675,7 +677,7 @@ def test_a_job_that_moves_between_the_two_looks_of_a_cancel_is_canceled_all_the_
     assert stage.state(job_id) is State.CANCELED
 
 
-def test_with_redis_down_a_cancel_counts_all_the_same(stage):
+def test_a_cancel_is_stored_while_redis_is_down(stage):
     stage.register()
     stage.submit()
     job_id = stage.submit()
@@ -692,7 +694,7 @@ def test_with_redis_down_a_cancel_counts_all_the_same(stage):
 
 @pytest.mark.parametrize("server", ["zimg-api4", "a-slot3", "a-slot3-slot0", "rack.2/gpu:0"])
 @pytest.mark.parametrize("model", ["stable-diffusion", "org/model.v2"])
-def test_a_name_may_hold_what_separates_other_names(stage, server, model):
+def test_a_name_may_contain_the_separators_of_other_names(stage, server, model):
     stage.redis.set(f"clock:{{{model}}}", stage.now)
     stage.register(1, server=server, model=model)
     first, second = stage.submit(model), stage.submit(model)
@@ -750,7 +752,7 @@ def test_a_job_whose_deadline_has_passed_when_it_is_submitted_is_offered_to_no_s
 
 @pytest.mark.parametrize("field", ["job_id", "lease"])
 def test_a_forged_wake_up_claims_nothing(stage, field):
-    """Who may write to the broker can send any message; only an offer that Redis has made starts a job."""
+    """A client of the broker can send any message; only an offer that Redis has made starts a job."""
     stage.register(1)
     offered, waiting = stage.submit(), stage.submit()
     (offer,) = stage.told.offers
@@ -762,7 +764,7 @@ def test_a_forged_wake_up_claims_nothing(stage, field):
 
 @pytest.mark.parametrize("forged", [{"slot": "other-slot0"}, {"server": "other"}, {"model": "flux"}, {"number": 99}])
 def test_a_forged_wake_up_starts_its_job_nowhere_else(stage, forged):
-    """What a message says beside job and lease is for people: the claim returns what Redis knows."""
+    """The other fields of a message only inform: the claim returns the values that Redis stores."""
     stage.register(1)
     stage.register(1, server="other", model="flux")
     job_id = stage.submit()

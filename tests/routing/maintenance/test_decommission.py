@@ -2,8 +2,7 @@
 
 import pytest
 
-from routing.maintenance import decommission as upkeep
-from routing.maintenance import quarantined_slots, rebuild
+from routing.maintenance import decommission, quarantined_slots, rebuild
 from routing.queue.leases import Renewal
 from slotkeeper.errors import Conflict, UnknownModel
 from slotkeeper.jobs import quarantine
@@ -28,44 +27,44 @@ def _names_in_redis(stage: Stage, name: str) -> list[str]:
 # -- removing a model ------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_removed_works_off_what_waits_and_refuses_what_comes(stage):
+def test_a_model_that_is_being_removed_completes_its_waiting_jobs_and_rejects_new_ones(stage):
     stage.register()
     ids = [stage.submit() for _ in range(3)]
     assert not catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True).is_over
     with pytest.raises(ModelClosed, match="being removed"):
         stage.submit()
-    assert upkeep.finish_removals(stage.dispatcher) == []
+    assert decommission.finish_removals(stage.dispatcher) == []
     assert stage.run_all() == ids
-    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["zimg"]
+    assert [removal.name for removal in decommission.finish_removals(stage.dispatcher)] == ["zimg"]
     with pytest.raises(UnknownModel):
         stage.submit()
     assert [stage.state(job_id) for job_id in ids] == [State.COMPLETED] * 3
 
 
-def test_of_a_removed_model_nothing_is_left_in_redis(stage):
+def test_a_removed_model_leaves_nothing_in_redis(stage):
     stage.register(2)
     stage.register(2, model="flux")
     for model in ("zimg", "flux", "zimg"):
         stage.submit(model)
     stage.run_all()
     assert _names_in_redis(stage, "zimg")
-    upkeep.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    decommission.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert _names_in_redis(stage, "zimg") == []
     stage.submit("flux")
-    assert stage.run_all(), "its neighbour goes on"
+    assert stage.run_all(), "the other model continues"
 
 
-def test_a_fleet_that_is_gone_leaves_no_key(stage):
+def test_a_removed_fleet_leaves_no_key(stage):
     stage.register()
     stage.submit()
     stage.run_all()
     catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops")
-    upkeep.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
+    decommission.forget_model(stage.dispatcher, catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops"))
     assert stage.redis.keys("test:*{zimg}*") == []
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["with its server", "alone"])
-def test_a_removal_that_is_cut_before_redis_hears_of_it_is_completed_by_maintenance(stage, gone):
+def test_a_removal_that_was_interrupted_before_its_update_of_redis_is_completed_by_maintenance(stage, gone):
     stage.register()
     stage.submit()
     stage.run_all()
@@ -78,14 +77,14 @@ def test_a_removal_that_is_cut_before_redis_hears_of_it_is_completed_by_maintena
     assert not gone or stage.redis.keys("test:3:{zimg}*") == []
 
 
-def test_a_removal_that_was_asked_for_goes_on_in_another_process(stage):
+def test_another_process_completes_a_requested_removal(stage):
     stage.register()
     stage.submit()
     catalog_removal.remove_model(stage.database, "zimg", stage.now, "ops", drain=True)
     other = stage.a_dispatcher(stage.redis)
     stage.run_all()
-    assert [it.name for it in upkeep.finish_removals(other)] == ["zimg"]
-    assert upkeep.finish_removals(stage.dispatcher) == []
+    assert [removal.name for removal in decommission.finish_removals(other)] == ["zimg"]
+    assert decommission.finish_removals(stage.dispatcher) == []
 
 
 def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
@@ -101,8 +100,8 @@ def test_a_dead_job_of_a_removed_model_is_not_queued_again(stage):
     assert stage.state(job_id) is State.DEAD
 
 
-def test_a_process_that_does_not_know_of_the_removal_leaves_nothing_in_the_room(stage):
-    """Its copy of the catalog is old, and it puts a job where nobody would look for it."""
+def test_a_job_that_a_process_with_an_old_catalog_enqueues_is_removed_from_the_queue(stage):
+    """Its copy of the catalog is old, and it enqueues a job of the removed model."""
     stage.register()
     stage.register(model="flux")
     job = stage.job(stage.submit()).queued
@@ -126,11 +125,11 @@ def test_a_server_is_not_removed_while_one_of_its_slots_is_offered(stage):
     running = stage.start()
     catalog_removal.remove_server(stage.database, "gpu", stage.now, "ops", drain=True)
     stage.settle(running)
-    assert upkeep.finish_removals(stage.dispatcher) == []
+    assert decommission.finish_removals(stage.dispatcher) == []
     offered = stage.start()
-    assert upkeep.finish_removals(stage.dispatcher) == []
+    assert decommission.finish_removals(stage.dispatcher) == []
     stage.settle(offered)
-    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["gpu"]
+    assert [removal.name for removal in decommission.finish_removals(stage.dispatcher)] == ["gpu"]
 
 
 def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
@@ -139,13 +138,13 @@ def test_a_server_that_drains_is_removed_when_its_run_has_ended(stage):
     task = stage.start()
     stage.register(server="b")
     catalog_removal.remove_server(stage.database, "a", stage.now, "ops", drain=True)
-    assert upkeep.finish_removals(stage.dispatcher) == []
+    assert decommission.finish_removals(stage.dispatcher) == []
     second = stage.submit()
     assert stage.start().run.server == "b"
     stage.submit()
     stage.settle(task)
     assert stage.offered() == []
-    assert [it.name for it in upkeep.finish_removals(stage.dispatcher)] == ["a"]
+    assert [removal.name for removal in decommission.finish_removals(stage.dispatcher)] == ["a"]
     assert (stage.state(job_id), stage.job(second).server) == (State.COMPLETED, "b")
 
 
@@ -157,12 +156,12 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     stage.register(server="b")
     found = catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     assert found.lost == (job_id,)
-    if cut:  # Who removed it died before it said so.
+    if cut:  # The process that removed the server died before it updated Redis.
         passes.sweep(stage.dispatcher)
-        upkeep.finish_removals(stage.dispatcher)
+        decommission.finish_removals(stage.dispatcher)
     else:
-        upkeep.forget_server(stage.dispatcher, found)
-        upkeep.end_runs_now(stage.dispatcher, found.lost)
+        decommission.forget_server(stage.dispatcher, found)
+        decommission.end_runs_now(stage.dispatcher, found.lost)
     job = stage.job(job_id)
     assert (job.why, job.error_code, job.crashes) == (Reason.SERVER_UNREACHABLE, "server_removed", 0)
     assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
@@ -172,25 +171,25 @@ def test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewh
     assert stage.settle(again).moved.to is State.COMPLETED
 
 
-def test_slot_1_a_server_that_comes_again_after_it_was_removed_by_force_withholds_what_it_ran(stage):
+def test_slot_1_a_server_that_returns_after_a_forced_removal_quarantines_the_slots_of_its_runs(stage):
     stage.register(server="a")
     stage.submit()
     stage.start()
-    upkeep.forget_server(
+    decommission.forget_server(
         stage.dispatcher, catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
     )
-    upkeep.end_runs_of_removed_servers(stage.dispatcher)
+    decommission.end_runs_of_removed_servers(stage.dispatcher)
     stage.register(server="a")
     quarantined_slots.sync_leases(stage.dispatcher)
     assert stage.free() == 0 and len(quarantine.list_all(stage.database)) == 1
 
 
-def test_what_is_withheld_of_a_server_that_is_gone_is_forgotten_after_its_time(stage):
+def test_the_quarantine_of_a_removed_server_is_deleted_after_its_maximum_time(stage):
     stage.register(server="a")
     stage.submit()
     stage.start()
     catalog_removal.remove_server(stage.database, "a", stage.now, "ops", force=True)
-    upkeep.end_runs_of_removed_servers(stage.dispatcher)
+    decommission.end_runs_of_removed_servers(stage.dispatcher)
     quarantined_slots.sync_leases(stage.dispatcher)
     assert len(quarantine.list_all(stage.database)) == 1
     stage.later(stage.dispatcher.settings.withhold_max_ms)

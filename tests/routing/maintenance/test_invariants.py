@@ -1,4 +1,4 @@
-"""The check of invariants finds what somebody has broken, and nothing in a system that is well."""
+"""The check of invariants finds each violation, and reports nothing in a healthy system."""
 
 import itertools
 import sqlite3
@@ -55,7 +55,7 @@ def _execute(stage: Stage, statement: str) -> None:
         connection.execute(text(statement))
 
 
-def test_a_system_that_is_well_has_no_finding_at_any_step_of_a_job(busy):
+def test_a_healthy_system_has_no_finding_at_any_step_of_a_job(busy):
     assert look(busy) == set()
     while busy.told.offers:
         task = busy.start("w2")
@@ -100,7 +100,7 @@ def test_a_job_that_is_offered_and_never_started_is_found(stage):
     assert stage.redis.hget(stage.room.key(f"leases:{job_id}"), "owner") == b"w1", "and find this one"
 
 
-def test_a_job_under_which_workers_die_before_its_start_is_found(stage):
+def test_a_job_whose_workers_die_before_its_start_is_found(stage):
     stage.register()
     job_id = stage.submit()
     for _ in range(REPORTED_AFTER):
@@ -129,8 +129,8 @@ def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
 
 
-def test_a_lease_whose_run_has_just_ended_is_no_difference_until_it_should_have_expired(busy: Stage):
-    """Its worker died between the end in the record and the freeing of the slot."""
+def test_a_lease_whose_run_has_just_ended_is_no_violation_until_it_should_have_expired(busy: Stage):
+    """Its worker died between the end in the database and the release of the slot."""
     held = next(held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
     store_end(busy.store, job.id, job.attempt, Reason.FINISHED, busy.now, result="{}")

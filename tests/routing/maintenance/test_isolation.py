@@ -1,4 +1,4 @@
-"""What maintenance owes to many at once: nothing of one fleet, server or job holds up the others."""
+"""Maintenance isolates its objects: a failure or a delay of one fleet, server or job blocks no other."""
 
 import re
 import threading
@@ -44,7 +44,7 @@ def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 @pytest.mark.parametrize("key", ["meta", "leases", "cooling", "free", "slots"])
-def test_a_fleet_whose_room_is_broken_holds_up_no_other(stage, broken, key) -> None:
+def test_a_fleet_with_a_broken_queue_blocks_no_other_fleet(stage, broken, key) -> None:
     broken(key)
     stage.set_state("paused")
     job_id = stage.submit()
@@ -89,20 +89,20 @@ def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybod
 
 
 def _statements(stage: Stage, act: Callable[[], object]) -> list[str]:
-    said: list[str] = []
+    statements: list[str] = []
 
     def listen(_: object, __: object, statement: str, *___: object) -> None:
-        said.append(statement)
+        statements.append(statement)
 
     event.listen(stage.database.engine, "before_cursor_execute", listen)
     try:
         act()
     finally:
         event.remove(stage.database.engine, "before_cursor_execute", listen)
-    return said
+    return statements
 
 
-def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> None:
+def test_a_sweep_reads_nothing_for_an_idle_fleet_alone(stage, monkeypatch) -> None:
     monkeypatch.setattr("tests.support.stage.FLEETS", [f"idle{n}" for n in range(20)])
     stage.later(0)
     for n in range(20):
@@ -112,15 +112,15 @@ def test_idle_fleets_cost_a_sweep_no_read_of_their_own(stage, monkeypatch) -> No
     passes.sweep(stage.dispatcher)
     alone: list[str] = []
     run = Scripts.run
-    monkeypatch.setattr(Scripts, "run", lambda self, it: alone.append(it.target.script) or run(self, it))
-    said = _statements(stage, lambda: passes.sweep(stage.dispatcher))
-    assert len([it for it in said if "FROM jobs" in it]) <= 3, "not one for each fleet"
-    assert set(alone) <= {"offer"} and len(alone) <= 1, "only the fleet in which jobs wait is asked alone"
+    monkeypatch.setattr(Scripts, "run", lambda self, command: alone.append(command.target.script) or run(self, command))
+    statements = _statements(stage, lambda: passes.sweep(stage.dispatcher))
+    assert len([statement for statement in statements if "FROM jobs" in statement]) <= 3, "not one for each fleet"
+    assert set(alone) <= {"offer"} and len(alone) <= 1, "only the fleet with waiting jobs gets a separate call"
 
 
 @pytest.fixture
-def crowd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Registers so many models, each with a server and a fleet of its own."""
+def register_idle_fleets(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Register this number of models, each with its own server and its own fleet."""
 
     def register(count: int) -> None:
         names = [f"idle{n}" for n in range(count)]
@@ -162,19 +162,19 @@ _UPKEEPS: dict[str, Callable[[Stage], object]] = {
 
 
 @pytest.mark.parametrize("act", _UPKEEPS)
-def test_however_many_fleets_are_idle_they_cost_no_round_trip_of_their_own(stage, crowd, monkeypatch, act) -> None:
+def test_idle_fleets_cost_no_additional_round_trip(stage, register_idle_fleets, monkeypatch, act) -> None:
     for name in ("_COUNTING_SHARE", "_READ_S", "_SYNC_EVERY_S"):  # What depends on how fast this machine is.
         monkeypatch.setattr(f"routing.maintenance.sweep.{name}", 1e9)
     needed = []
     for count in (2, 40):
-        crowd(count)
+        register_idle_fleets(count)
         _UPKEEPS[act](stage)  # Redis gets what is new.
         needed.append(_round_trips(lambda: _UPKEEPS[act](stage), monkeypatch))
     assert needed[0] == needed[1] > 0
 
 
-def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, crowd, monkeypatch) -> None:
-    crowd(60)
+def test_many_new_queues_are_opened_in_a_few_round_trips(stage, register_idle_fleets, monkeypatch) -> None:
+    register_idle_fleets(60)
     stage.submit("idle7")
     stage.lose_redis()
     stage.told.offers.clear()
@@ -184,8 +184,8 @@ def test_however_many_rooms_are_new_they_are_opened_in_a_few_round_trips(stage, 
     assert len(stage.offered()) == 1
 
 
-def test_however_many_fleets_are_idle_their_leases_are_not_read(stage, crowd, monkeypatch) -> None:
-    crowd(20)
+def test_the_leases_of_idle_fleets_are_not_read(stage, register_idle_fleets, monkeypatch) -> None:
+    register_idle_fleets(20)
     passes.sweep(stage.dispatcher)
     stage.submit("idle3")
     asked: list[Command[Any]] = []
@@ -290,7 +290,7 @@ def test_slot_2_a_batch_fills_all_slots_at_once(stage) -> None:
     assert len(stage.offered()) == 300
 
 
-def test_a_large_room_that_is_rebuilt_does_not_keep_the_others_from_their_sweeps(stage, monkeypatch) -> None:
+def test_the_rebuild_of_a_large_queue_does_not_delay_the_sweeps_of_other_fleets(stage, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.sweep._READ_S", 0.0)
     monkeypatch.setattr("routing.maintenance.rebuild.JOBS_AT_ONCE", 10)
     stage.register(model="flux", server="other")
@@ -411,12 +411,12 @@ def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(stage, monkey
     assert stage.job(job_id).crashes == 1
 
 
-def test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then(stage) -> None:
+def test_a_job_that_is_queued_again_before_its_slot_is_released_is_offered_after_the_release(stage) -> None:
     stage.register()
     job_id = stage.submit()
     task = stage.start()
     moved = store_end(stage.store, job_id, task.run.attempt, Reason.SERVER_BUSY, stage.now)
-    stage.dispatcher.enqueue([moved.job])  # the release of its lease is owed
+    stage.dispatcher.enqueue([moved.job])  # its lease is not released yet
     assert stage.offered() == []
     free(stage.dispatcher, task.lease, return_to_lane=False)
     assert stage.offered() == [job_id]
@@ -460,15 +460,18 @@ def test_a_batch_of_deadlines_is_one_statement_and_one_call_of_redis(stage, monk
     single: list[str] = []
     run = Scripts.run
     monkeypatch.setattr(Scripts, "run", lambda self, name, *args: single.append(name) or run(self, name, *args))
-    said = _statements(stage, lambda: deadlines.expire_deadlines(stage.dispatcher))
+    statements = _statements(stage, lambda: deadlines.expire_deadlines(stage.dispatcher))
     assert ledger.read(stage.store.database).by_state[State.EXPIRED] == 50
-    assert "withdraw" not in single and len([it for it in said if it.startswith("UPDATE jobs")]) == 1
+    assert (
+        "withdraw" not in single
+        and len([statement for statement in statements if statement.startswith("UPDATE jobs")]) == 1
+    )
 
 
 # -- the servers -----------------------------------------------------------------------------------------------
 
 
-def test_a_report_that_waited_withholds_no_slot_for_a_job_that_has_ended_since(stage) -> None:
+def test_a_delayed_report_occupies_no_slot_for_a_job_that_has_ended_since(stage) -> None:
     stage.register()
     job_id = stage.submit()
     task = stage.start()
@@ -513,10 +516,10 @@ def test_many_servers_of_a_fleet_are_looked_at_together(stage, monkeypatch) -> N
     assert len(calls) <= 3
 
 
-def test_two_processes_that_sweep_at_once_lose_and_double_nothing(stage) -> None:
+def test_two_processes_that_sweep_at_once_lose_no_job_and_run_none_twice(stage) -> None:
     stage.register(2)
     ids = [stage.submit() for _ in range(6)]
     others = [stage.dispatcher, stage.a_dispatcher(stage.redis)]
-    at_once(*[lambda it=it: passes.sweep(it) for it in others * 2])
+    at_once(*[lambda dispatcher=dispatcher: passes.sweep(dispatcher) for dispatcher in others * 2])
     assert sorted(stage.run_all()) == sorted(ids)
     assert queues.Queues is type(stage.dispatcher.queues)

@@ -1,4 +1,4 @@
-"""What workers leave that were killed on this machine is taken back at once, and what living ones hold never."""
+"""The runs of workers that were killed on this machine are reaped at once, and the runs of live workers never."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ KILLED, LIVING = "worker/killed", "worker/living"
 
 
 class Deaths:
-    """Workers that have begun on this machine, and what maintenance does about their ends."""
+    """Workers on this machine, and the maintenance that reaps those that died."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self._stage, self.process_locks = stage, ProcessLocks(folder)
@@ -34,7 +34,7 @@ class Deaths:
             self.workers.report(worker, 1)
 
     def kill(self, worker: str = KILLED) -> None:
-        """As the kernel lets go of what a process has held."""
+        """Release the lock of the worker, as the kernel does when a process dies."""
         os.close(self.process_locks._held.pop(worker))
 
     def reap(self) -> int:
@@ -69,7 +69,7 @@ def test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_n
     assert stage.renewal(other) is Renewal.RENEWED and stage.renewal(task) is Renewal.LOST
 
 
-def test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_killed(stage, deaths):
+def test_a_killed_worker_that_was_stopping_costs_its_job_nothing(stage, deaths):
     job_id = stage.submit()
     for number in range(4):  # One more than the deaths that a job may pay for.
         worker = f"worker/stopped{number}"
@@ -80,10 +80,10 @@ def test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_kil
         assert deaths.reap() == 1
         job = stage.job(job_id)
         assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0), number
-    assert deaths.workers.read_total() == 2, "that of the others"
+    assert deaths.workers.read_total() == 2, "the capacity of the other workers"
 
 
-def test_a_silent_worker_that_was_told_to_stop_charges_nothing(stage, deaths):
+def test_a_silent_worker_that_was_stopping_costs_its_job_nothing(stage, deaths):
     job_id = stage.submit()
     stage.start(LIVING)
     deaths.workers.report_stopping(LIVING)
@@ -115,7 +115,7 @@ def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(sta
     assert stage.offered() == [job_id], "an offer that nobody has claimed is nobody's"
 
 
-def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths):
+def test_a_claim_that_a_killed_worker_sent_last_is_found_by_the_next_check(stage, deaths):
     first, second = stage.submit(), stage.submit()
     stage.start(KILLED)
     late = stage.told.offers.pop()
@@ -129,8 +129,8 @@ def test_what_a_killed_worker_sent_last_is_found_by_the_next_look(stage, deaths)
     assert {stage.state(job_id) for job_id in (first, second)} == {State.QUEUED}
 
 
-def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_look_is_no_silence(stage, deaths):
-    """PostgreSQL commits what it was told, though who told it has died."""
+def test_a_start_of_a_killed_worker_that_arrives_after_the_first_check_is_found_by_a_later_one(stage, deaths):
+    """PostgreSQL commits a request that it has received, also when the client has died."""
     job_id = stage.submit()
     offer = stage.told.offers.pop()
     assert claim_offer(stage.dispatcher.leases, offer, KILLED) is not None
@@ -150,7 +150,7 @@ def test_a_start_that_a_killed_worker_had_sent_and_that_comes_after_the_first_lo
     assert deaths.process_locks.find_dead() == []
 
 
-def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(stage, deaths):
+def test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing(stage, deaths):
     job_id = stage.submit()
     assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), KILLED) is not None
     deaths.kill()
@@ -160,7 +160,7 @@ def test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing(
 
 
 def test_a_slot_whose_run_had_ended_is_only_freed(stage, deaths):
-    """Its worker was killed between the end in the record and the slot."""
+    """Its worker was killed between the end in the database and the release of the slot."""
     job_id = stage.submit()
     task = stage.start(KILLED)
     store_end(stage.store, job_id, task.run.attempt, Reason.FINISHED, stage.now, result="1")
@@ -169,8 +169,8 @@ def test_a_slot_whose_run_had_ended_is_only_freed(stage, deaths):
     assert (stage.state(job_id), stage.job(job_id).crashes, stage.free()) == (State.COMPLETED, 0, 2)
 
 
-def test_a_run_that_had_passed_its_slot_on_and_not_ended_is_not_waited_for(stage, deaths):
-    """Its worker was killed between the slot and the end in the record; the next run holds the slot."""
+def test_a_run_that_released_its_slot_and_did_not_end_is_reaped_at_once(stage, deaths):
+    """Its worker was killed after the release of the slot and before the end in the database; the next run has it."""
     passing, following = stage.submit(), stage.submit()
     task = stage.start(KILLED)
     stage.start(KILLED)
@@ -248,7 +248,7 @@ def test_a_killed_worker_is_not_forgotten_while_redis_is_away(stage, deaths):
     assert deaths.process_locks.find_dead() == [KILLED]
 
 
-def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
+def test_the_runs_of_a_queue_in_rebuild_are_reaped_after_the_rebuild(stage, deaths):
     job_id = stage.submit()
     task = stage.start(KILLED)
     deaths.kill()
@@ -258,7 +258,7 @@ def test_a_room_that_is_being_filled_is_left_to_its_rebuild(stage, deaths):
     rebuild.rebuild_queue(stage.dispatcher, "zimg")
     assert deaths.reap() == 1
     assert stage.state(job_id) is State.QUEUED
-    assert [(it.job_id, it.slot) for it in stage.told.offers][-1] == (job_id, task.lease.slot)
+    assert [(offer.job_id, offer.slot) for offer in stage.told.offers][-1] == (job_id, task.lease.slot)
 
 
 def test_two_that_look_at_once_take_each_lease_once(stage, deaths):

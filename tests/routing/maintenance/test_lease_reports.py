@@ -1,6 +1,6 @@
-"""The five cases between our leases and a server's own report, over a real record and a real Valkey.
+"""The five cases between our leases and a server's own report, over a real database and a real Valkey.
 
-match · stale lease · unknown run (ours, another's) · silence; and servers that only count.
+match · stale lease · unknown run (of our job, of another client) · silence; and servers that only count.
 """
 
 import pytest
@@ -56,7 +56,7 @@ def test_ghost_a_restarted_server_frees_the_slots_of_silent_workers_at_its_first
     tasks = [stage.start(), stage.start()]
     stage.later(SILENT_MS)
     assert heed(stage, UP_AND_IDLE) == 2
-    assert [(stage.job(it).why, stage.job(it).crashes) for it in ids[:2]] == [(Reason.SERVER_LOST, 1)] * 2
+    assert [(stage.job(job_id).why, stage.job(job_id).crashes) for job_id in ids[:2]] == [(Reason.SERVER_LOST, 1)] * 2
     assert [stage.renewal(task) for task in tasks] == [Renewal.LOST] * 2
     assert stage.run_all() == ids, "back at their own places"
 
@@ -87,7 +87,7 @@ def test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_
     assert stage.job(job_id).remote_id == stage.start("w2").run.remote_id == "r-1", "or the next one does"
 
 
-def test_a_run_that_its_server_does_not_list_for_longer_than_a_poll_takes_is_a_ghost_whatever_its_polls_are_told(stage):
+def test_ghost_a_run_that_its_server_does_not_list_for_longer_than_a_poll_takes_is_lost(stage):
     stage.register(model_type="async", poll_interval=10)
     stage.submit(id="one")
     task = stage.start()
@@ -172,7 +172,7 @@ def test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own(stage):
 
 
 @pytest.mark.parametrize(("report", "free"), [(running("x"), 2), (running("x", "y"), 1), (ServerReport(True, 3), 0)])
-def test_foreign_slots_that_direct_calls_use_are_withheld_for_a_while(stage, report, free):
+def test_foreign_slots_that_direct_calls_use_are_not_offered_for_a_while(stage, report, free):
     stage.register(3)
     assert heed(stage, report) == 0
     assert stage.free() == free
@@ -189,7 +189,7 @@ def test_foreign_a_report_that_never_ends_costs_no_more_looks_than_the_server_ha
     assert stage.free() == 0 and len(looks) <= 2 * 2
 
 
-def test_foreign_and_ours_are_told_apart_by_name(stage):
+def test_foreign_runs_and_our_runs_are_distinguished_by_name(stage):
     stage.register(3)
     stage.submit(id="one")
     stage.start()

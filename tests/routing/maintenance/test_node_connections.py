@@ -14,7 +14,7 @@ from tests.support.stage import Stage
 
 
 class Home:
-    """A stage with one node, `attic`, of the pool `homes`."""
+    """A harness with one node, `attic`, of the pool `homes`."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.nodes = stage, Nodes(stage.catalog, '{"mode": "async"}')

@@ -1,4 +1,4 @@
-"""What maintenance promises: nothing is lost or doubled, whatever dies and whoever looks twice at once."""
+"""Maintenance loses no job and runs none twice, whichever process dies and however many of them run at once."""
 
 from threading import Thread
 from typing import Any
@@ -25,7 +25,7 @@ from tools.cluster.direct_starts import claim_offer
 # -- reap ------------------------------------------------------------------------------------------------------
 
 
-def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(stage, monkeypatch):
+def test_an_offer_that_no_worker_claims_keeps_its_slot_and_its_message_for_days(stage, monkeypatch):
     monkeypatch.setattr(stage.dispatcher.queues, "worker_capacity", lambda: 0)
     stage.register(2)
     first, second, third = stage.submit(), stage.submit(), stage.submit()
@@ -34,7 +34,9 @@ def test_an_offer_that_nobody_takes_up_keeps_its_slot_and_its_message_for_days(s
         stage.later(3_600 * SECOND)
         assert passes.reap(stage.dispatcher) == 0
         passes.sweep(stage.dispatcher)
-    assert stage.told.offers == made and stage.room.waiting() == [third], "no message more, no job overtaken"
+    assert stage.told.offers == made and stage.room.waiting() == [third], (
+        "no further message is sent, and no job is overtaken"
+    )
     assert stage.run_all() == [first, second, third]
     assert [stage.job(job_id).crashes for job_id in (first, second)] == [0, 0]
 
@@ -91,7 +93,7 @@ def test_a_worker_that_died_under_a_job_costs_a_crash_and_the_job_goes_back_to_i
     assert stage.run_all() == [first, second]
 
 
-def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
+def test_a_job_whose_workers_keep_dying_becomes_dead(stage):
     stage.register(1, max_crashes=3)
     poison, good = stage.submit(), stage.submit()
     for crash in range(1, 4):
@@ -101,7 +103,7 @@ def test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison(stage):
         assert stage.job(poison).crashes == crash
     assert stage.state(poison) is State.DEAD and stage.job(poison).why is Reason.CRASHES_EXHAUSTED
     assert stage.told.ends == [(poison, State.DEAD)]
-    assert stage.offered() == [], "its server may be at it"
+    assert stage.offered() == [], "its server may still run the job"
     stage.later(SECOND)
     passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
     assert stage.run_all() == [good]
@@ -200,7 +202,9 @@ def test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again(stage):
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
     assert stage.state(job_id) is State.CANCELED and stage.job(job_id).crashes == 0
-    assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"{job_id}~1"}, "its server may be at it"
+    assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"{job_id}~1"}, (
+        "its server may still run the job"
+    )
 
 
 # -- resuming what a server goes on with -----------------------------------------------------------------------
@@ -222,13 +226,13 @@ def test_a_job_that_its_server_has_is_offered_again_on_the_same_slot_and_resumed
 
 
 def test_a_job_whose_worker_died_in_the_middle_of_a_call_is_repeated_on_the_same_slot_only(stage):
-    """The server may still be at work on it: anywhere else it could run twice at once."""
+    """The server may still run the job: in another slot it could run twice at once."""
     stage.register(2)
     job_id = stage.submit()
     task = stage.start()
     stage.later(LEASE_MS)
     passes.reap(stage.dispatcher)
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, task.lease.slot)]
+    assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, task.lease.slot)]
     assert stage.free() == 1
 
 
@@ -248,7 +252,7 @@ def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(stage
 @pytest.mark.parametrize("fill", ["sweep", "reconcile"])
 @pytest.mark.parametrize("end", ["reap", "hand_back"])
 def test_a_job_that_waits_to_be_resumed_keeps_its_slot_when_redis_is_emptied(stage, end, fill):
-    """Its server may be at it: in any other slot it would run twice at once."""
+    """Its server may still run the job: in another slot it would run twice at once."""
     stage.register(1, server="z")
     job_id = stage.submit()
     task = stage.start()
@@ -311,7 +315,7 @@ def _is_full(*_: Any) -> int:
 
 
 @pytest.mark.parametrize("end", ["cancel", "expire"])
-def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_redis_is_emptied(stage, end):
+def test_a_job_that_ends_while_it_waits_to_be_resumed_quarantines_its_slot_in_an_emptied_redis(stage, end):
     stage.register(1, server="z")
     job_id, waits = stage.submit(ttl_s=LEASE_MS / SECOND), stage.submit()
     task = stage.start()
@@ -323,19 +327,19 @@ def test_a_job_that_ends_while_it_waits_to_be_resumed_withholds_its_slot_though_
         assert deadlines.expire_deadlines(stage.dispatcher) == 1
     stage.lose_redis()
     passes.sweep(stage.dispatcher)
-    assert stage.room.waiting() == [waits], "its server may be at the run still"
+    assert stage.room.waiting() == [waits], "its server may still execute the run"
     (row,) = quarantine.list_all(stage.database)
     assert (row.job_id, row.attempt, row.slot) == (job_id, task.run.attempt, task.lease.slot)
 
 
-def test_a_job_that_is_handed_back_while_it_is_canceled_withholds_its_slot(stage, monkeypatch):
+def test_a_job_that_is_handed_back_while_it_is_canceled_quarantines_its_slot(stage, monkeypatch):
     stage.register()
     job_id = stage.submit()
     task = stage.start()
     elsewhere = JobStore(Database(stage.database.url))  # another process
-    withholds = Quarantine("canceled", stage.now + YEAR, resumes=True)
+    slot_quarantine = Quarantine("canceled", stage.now + YEAR, resumes=True)
     of_run = elsewhere, job_id, task.run.attempt, Reason.HANDED_BACK, stage.now
-    handing_back = Thread(target=store_end, args=of_run, kwargs={"quarantine": withholds})
+    handing_back = Thread(target=store_end, args=of_run, kwargs={"quarantine": slot_quarantine})
     note_many = quarantine.quarantine_slots
 
     def is_handed_back_just_after(*args: Any) -> None:
@@ -392,11 +396,11 @@ def test_a_job_that_came_to_another_server_is_not_bound_to_it(stage):
     stage.set_state("paused", "b")
     stage.later(OFFER_MS)
     passes.reap(stage.dispatcher)
-    assert [(it.job_id, it.slot) for it in stage.told.offers] == [(job_id, "c-slot0")]
+    assert [(offer.job_id, offer.slot) for offer in stage.told.offers] == [(job_id, "c-slot0")]
     assert stage.job(job_id).server == "a"
 
 
-def test_on_another_server_a_job_is_run_anew(stage):
+def test_a_job_on_another_server_runs_from_the_start(stage):
     stage.register(1, server="a")
     job_id = stage.submit()
     task = stage.start()
@@ -613,7 +617,7 @@ def _in_state(stage: Stage, state: State, **changes: Any) -> tuple[str, ActiveRu
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED, State.RUNNING])
 @pytest.mark.parametrize("late_ms", [0, YEAR])
-def test_a_deadline_ends_a_job_in_every_state_however_late_somebody_looks(stage, state, late_ms):
+def test_a_deadline_ends_a_job_in_every_state_however_late_the_check_runs(stage, state, late_ms):
     stage.register()
     job_id, task = _in_state(stage, state, ttl_s=10, callback_url=CALLBACK)
     stage.later(9_999)
@@ -640,7 +644,7 @@ def test_a_waiting_job_that_expires_makes_room_in_the_line(stage):
     assert stage.room.waiting() == [last] and stage.state(overdue) is State.EXPIRED
 
 
-def test_two_looks_at_the_deadlines_at_once_end_a_job_once(stage):
+def test_concurrent_checks_of_the_deadlines_end_a_job_once(stage):
     stage.register()
     ids = [stage.submit(ttl_s=1, callback_url=CALLBACK) for _ in range(5)]
     stage.later(SECOND)

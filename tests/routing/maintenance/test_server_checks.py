@@ -1,4 +1,4 @@
-"""What follows from the servers' own reports: who is in cooldown, whose lease is freed, how many slots are withheld."""
+"""The reports of the servers decide about cooldowns, released leases and quarantined slots."""
 
 from typing import Any
 from unittest import mock
@@ -245,7 +245,7 @@ def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
     assert stage.state(job_id) is State.COMPLETED
 
 
-def test_a_job_under_which_its_server_keeps_dying_is_set_aside_as_poison(stage):
+def test_a_job_whose_server_keeps_dying_becomes_dead(stage):
     stage.register(1, max_crashes=2)
     job_id = stage.submit()
     for _ in range(2):

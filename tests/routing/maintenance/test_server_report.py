@@ -55,7 +55,7 @@ def test_a_ghost_and_a_stranger_do_not_cancel_each_other_out():
 
 
 @pytest.mark.parametrize("report", [ServerReport(False), ServerReport(False, 0, frozenset()), ServerReport(True)])
-def test_unknown_a_server_that_does_not_say_frees_nothing_and_withholds_nothing(report):
+def test_unknown_a_server_without_a_usable_report_frees_and_occupies_no_slot(report):
     assert compare_runs([a_lease("a"), a_lease("b", 10**9)], report) == NOTHING
 
 
@@ -81,7 +81,7 @@ def test_ids_are_believed_before_the_count():
 
 _names = st.sampled_from(["a", "b", "c", "d", "e"])
 _leases = st.dictionaries(_names, st.integers(0, 2 * MIN_AGE_MS)).map(
-    lambda ages: [a_lease(*it) for it in ages.items()]
+    lambda ages: [a_lease(*item) for item in ages.items()]
 )
 
 
@@ -89,7 +89,9 @@ _leases = st.dictionaries(_names, st.integers(0, 2 * MIN_AGE_MS)).map(
 def test_every_lease_and_every_run_is_exactly_one_of_the_cases(leases, running):
     found = compare_runs(leases, ServerReport(True, len(running), running))
     ours = {lease.job_id for lease in leases}
-    assert set(found.stale) == {it.job_id for it in leases if it.job_id not in running and it.age_ms >= MIN_AGE_MS}
+    assert set(found.stale) == {
+        lease.job_id for lease in leases if lease.job_id not in running and lease.age_ms >= MIN_AGE_MS
+    }
     assert set(found.unknown_runs) == running - ours
     assert found.unaccounted == len(found.unknown_runs)
 

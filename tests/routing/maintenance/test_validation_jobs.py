@@ -23,7 +23,7 @@ class Lies(dict[str, Any]):
 
 
 class Validating:
-    """A stage with one validation, and one pass of its task at a time."""
+    """A harness with one validation; its methods run one pass of the validation task."""
 
     def __init__(self, stage: Stage, *servers: str) -> None:
         self.stage, self.validations = stage, Validations(stage.database)
@@ -69,8 +69,8 @@ class Validating:
 
 
 def test_a_job_is_submitted_when_it_is_due_as_the_tenant_of_validations(stage: Stage) -> None:
-    it = Validating(stage, "gpu")
-    assert (it.submit(), it.submit()) == (1, 0)
+    harness = Validating(stage, "gpu")
+    assert (harness.submit(), harness.submit()) == (1, 0)
     (job,) = stage.store.list_queued()
     stored = stage.job(job.id)
     assert (stored.tenant, stored.source, stored.deadline_ms, stored.payload) == (
@@ -80,86 +80,88 @@ def test_a_job_is_submitted_when_it_is_due_as_the_tenant_of_validations(stage: S
         '{"prompt":"2 + 2"}',
     )
     stage.later(91 * SECOND)
-    assert it.submit() == 1
-    it.set(is_enabled=False)
-    assert it.submit() == 0
+    assert harness.submit() == 1
+    harness.set(is_enabled=False)
+    assert harness.submit() == 0
 
 
 def test_answers_are_judged_once_each(stage: Stage) -> None:
-    it = Validating(stage, "gpu")
+    harness = Validating(stage, "gpu")
     for result in (RIGHT, WRONG):
-        it.answer(result)
-    it.answer(None, OutcomeKind.FAILED)
-    assert it.judge() == 0
-    (answers,) = it.validations.read_answers({})
+        harness.answer(result)
+    harness.answer(None, OutcomeKind.FAILED)
+    assert harness.judge() == 0
+    (answers,) = harness.validations.read_answers({})
     assert (answers.server, answers.right, answers.wrong, answers.none) == ("gpu", 1, 1, 1)
     assert answers.last_wrong == "result.answer differs"
 
 
-def test_a_job_that_fails_does_not_stay_among_the_dead_ones(stage: Stage) -> None:
-    it = Validating(stage)
+def test_a_validation_job_that_fails_is_not_kept_as_a_dead_job(stage: Stage) -> None:
+    harness = Validating(stage)
     stage.register(1, max_retries=0)
-    it.answer(None, OutcomeKind.RETRY)
-    (answers,) = it.validations.read_answers({})
+    harness.answer(None, OutcomeKind.RETRY)
+    (answers,) = harness.validations.read_answers({})
     assert (answers.none, answers.judged) == (1, 0)
     assert ledger.count_by_state(stage.database)[State.DEAD] == 0
 
 
 def test_a_server_that_is_often_wrong_is_drained_until_an_operator_resumes_it(stage: Stage) -> None:
-    it = Validating(stage, "gpu", "other")
+    harness = Validating(stage, "gpu", "other")
     stage.set_state(AdminState.PAUSED, "other")
     for _ in range(4):
-        it.answer(RIGHT)
+        harness.answer(RIGHT)
     stage.set_state(AdminState.ONLINE, "other")
     stage.set_state(AdminState.PAUSED, "other")
-    assert it.answer(WRONG) == "gpu"
-    assert it.state("gpu") == "online", "it was the last one that takes jobs"
-    assert it.failures() == [{"server": "gpu", "wrong": 1, "of": 5, "drained": False, "last": "result.answer differs"}]
+    assert harness.answer(WRONG) == "gpu"
+    assert harness.state("gpu") == "online", "it was the last server that accepts jobs"
+    assert harness.failures() == [
+        {"server": "gpu", "wrong": 1, "of": 5, "drained": False, "last": "result.answer differs"}
+    ]
     stage.set_state(AdminState.ONLINE, "other")
-    while it.answer(WRONG) != "gpu":
+    while harness.answer(WRONG) != "gpu":
         pass
-    assert it.state("gpu") == "draining" and it.failures()[-1]["drained"]
+    assert harness.state("gpu") == "draining" and harness.failures()[-1]["drained"]
     found = stage.dispatcher.catalog.get().servers["gpu"]
     assert found.reason is not None and "of its last" in found.reason and found.changed_by == "slotkeeper"
     stage.set_state(AdminState.ONLINE, "gpu")
-    while it.answer(Lies(gpu=WRONG)) != "gpu":
+    while harness.answer(Lies(gpu=WRONG)) != "gpu":
         pass
-    assert it.state("gpu") == "online", "the answers from before it was resumed are over"
+    assert harness.state("gpu") == "online", "answers from before the resume do not count"
 
 
 def test_few_wrong_answers_drain_nothing(stage: Stage) -> None:
-    it = Validating(stage, "gpu", "other")
+    harness = Validating(stage, "gpu", "other")
     stage.set_state(AdminState.PAUSED, "other")
     for n in range(20):
-        it.answer(WRONG if n in (6, 12) else RIGHT)
-    assert it.state("gpu") == "online" and it.failures() == []
+        harness.answer(WRONG if n in (6, 12) else RIGHT)
+    assert harness.state("gpu") == "online" and harness.failures() == []
 
 
-def test_a_job_that_waits_too_long_is_canceled_and_says_nothing(stage: Stage) -> None:
-    it = Validating(stage)
+def test_a_validation_job_that_waits_too_long_is_canceled_and_counts_as_no_answer(stage: Stage) -> None:
+    harness = Validating(stage)
     stage.register(1)
     stage.submit()
     stage.start()
-    assert it.submit() == 1
+    assert harness.submit() == 1
     (job,) = stage.store.list_queued()
     stage.later(599 * SECOND)
-    assert it.judge() == 0
+    assert harness.judge() == 0
     stage.later(2 * SECOND)
-    assert it.judge() == 0 and stage.state(job.id) is State.CANCELED
-    assert it.judge() == 1 and it.validations.read_answers({}) == []
+    assert harness.judge() == 0 and stage.state(job.id) is State.CANCELED
+    assert harness.judge() == 1 and harness.validations.read_answers({}) == []
 
 
 def test_a_job_that_was_noted_and_never_submitted_is_given_up(stage: Stage) -> None:
-    it = Validating(stage, "gpu")
-    (due,) = it.validations.list_all()
-    assert it.validations.claim(due, stage.now + 10**9, "nobody", stage.now)
-    assert it.judge() == 0
+    harness = Validating(stage, "gpu")
+    (due,) = harness.validations.list_all()
+    assert harness.validations.claim(due, stage.now + 10**9, "nobody", stage.now)
+    assert harness.judge() == 0
     stage.later(601 * SECOND)
-    assert it.judge() == 1 and it.validations.list_awaited(10) == []
+    assert harness.judge() == 1 and harness.validations.list_awaited(10) == []
 
 
-def test_a_validation_of_a_model_that_is_gone_stops_no_other(stage: Stage) -> None:
-    it = Validating(stage, "gpu")
-    it.set(name="a", model="gone")
-    assert it.submit() == 1
-    assert len(it.validations.list_awaited(10)) == 1
+def test_a_validation_of_an_unknown_model_does_not_stop_the_others(stage: Stage) -> None:
+    harness = Validating(stage, "gpu")
+    harness.set(name="a", model="gone")
+    assert harness.submit() == 1
+    assert len(harness.validations.list_awaited(10)) == 1

@@ -21,17 +21,17 @@ _ONE, _TWIN, _OTHER = (
 
 @pytest.mark.parametrize("short", [_ONE[-8:], _ONE[:23], _ONE[-8:].upper(), _OTHER[:8], _OTHER[:9]])
 def test_a_job_is_found_by_the_beginning_and_by_the_end_of_its_id(store: JobStore, short: str) -> None:
-    store.submit([a_job(id=it) for it in (_ONE, _TWIN, _OTHER)], T0)
+    store.submit([a_job(id=job_id) for job_id in (_ONE, _TWIN, _OTHER)], T0)
     assert short_ids.find(store.database, short, None).ids == (_OTHER if "5-" in short or short[-1] == "5" else _ONE,)
 
 
 @pytest.mark.parametrize("short", [_ONE[:7], _ONE[-7:], "%%%%%%%%", "________", "x" * 8, "", "-" * 8, "b" * 8])
 def test_what_is_no_part_of_an_id_finds_nothing(store: JobStore, short: str) -> None:
-    store.submit([a_job(id=it) for it in (_ONE, _TWIN, _OTHER)], T0)
+    store.submit([a_job(id=job_id) for job_id in (_ONE, _TWIN, _OTHER)], T0)
     assert short_ids.find(store.database, short, None).ids == ()
 
 
-def test_an_ambiguous_id_is_said_with_five_of_the_jobs(store: JobStore) -> None:
+def test_an_ambiguous_id_returns_five_of_its_jobs_and_that_there_are_more(store: JobStore) -> None:
     store.submit([a_job(id=f"{_ONE[:-2]}{n:02}") for n in range(7)], T0)
     found = short_ids.find(store.database, _ONE[:8], None)
     assert (len(found.ids), found.more) == (5, True)

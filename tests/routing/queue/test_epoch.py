@@ -1,4 +1,4 @@
-"""A Redis that lacks its last moments: noticed at once, and nothing is offered until the room is filled again."""
+"""A Redis that lost its last writes is noticed at once, and offers nothing until the queue is rebuilt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,9 @@ def put_back(client: Redis, kept: dict[bytes, bytes]) -> None:
 
 
 def seen(room: Room, epoch: str, offers: int, *held) -> list:
-    return room.run("renew", "w1", LEASE_MS, epoch, offers, *[text for it in held for text in (it.job, it.lease)])
+    return room.run(
+        "renew", "w1", LEASE_MS, epoch, offers, *[text for offer in held for text in (offer.job, offer.lease)]
+    )
 
 
 def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(own):

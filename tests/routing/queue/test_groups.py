@@ -117,7 +117,7 @@ def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room
     assert room.run("model_status", "mean|zimg", 0)[:2] == [8, 8]
 
 
-def test_different_constraints_are_counted_once_whoever_has_them(room):
+def test_equal_constraints_of_several_jobs_are_counted_once(room):
     room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
     room.enqueue(a("plain", 5, tenant="a"))
     known, new = (class_name("zimg", f"memory>={n}") for n in (3, 4))

@@ -1,7 +1,7 @@
-"""Releases that one call makes do what as many calls do, one after another, in any room.
+"""Releases in one call have the same effect as one call for each, one after another, in any state of the queue.
 
-Two rooms are brought to the same state by generated acts; then the same releases, among them such as must be refused,
-are one call in the first and a call each in the second.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
+Generated acts bring two queues to the same state.  Then the same releases, and some that Redis must refuse, are
+one call in the first queue and a call each in the second.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
 
 from random import Random
@@ -25,7 +25,7 @@ SERVERS = (
 
 
 class Twins:
-    """Two rooms to which the same is done, and what is known of their offers."""
+    """Two queues that receive the same acts, and the offers that both of them made."""
 
     def __init__(self, client: Redis, policy: str, random: Random) -> None:
         client.flushall()
@@ -45,21 +45,21 @@ class Twins:
         return one
 
     def live(self) -> None:
-        """Jobs come, are offered and claimed, and runs end; time goes by, also so far that cooldowns are over."""
+        """Enqueue, offer, claim and end jobs at random, and let time pass, also until cooldowns have ended."""
         random = self.random
         for _ in range(random.randint(3, 12)):
             match random.choice(("enqueue", "enqueue", "offer", "offer", "claim", "end", "end", "time", "come back")):
                 case "enqueue":
                     jobs = [self._job() for _ in range(random.randint(1, 6))]
-                    self._heard(self.both("enqueue", *jobs, limit=random.choice((0, 2, 8))))
+                    self._add_offers(self.both("enqueue", *jobs, limit=random.choice((0, 2, 8))))
                 case "offer":
-                    self._heard(self.both("offer", random.randint(0, 6), claimant=random.choice(("", "w1"))))
+                    self._add_offers(self.both("offer", random.randint(0, 6), claimant=random.choice(("", "w1"))))
                 case "claim" if self.known:
                     offer, _ = random.choice(self.known)
                     if self.both("claim", offer, "w2") == "claimed":
                         self.known.append((offer, "w2"))
                 case "end" if self.known:
-                    self._heard(self.both("release_all", [self._release(0, *random.choice(self.known))])[0][1])
+                    self._add_offers(self.both("release_all", [self._release(0, *random.choice(self.known))])[0][1])
                 case "time":
                     self.both("later", random.choice((1, 400, 6_000)))
                 case "come back" if self.known:  # to a slot that was given away
@@ -70,7 +70,7 @@ class Twins:
                     self.known.append((offer._replace(job=job.id, lease=f"l{self.jobs}"), "w1"))
 
     def end_together(self) -> None:
-        """Some of the runs that are under way, in any order, and among them what must be refused."""
+        """End some of the runs in any order, together with releases that must be refused."""
         held = [
             (Offered(job, lease, slot, "", "", 0, owner), owner) for job, lease, owner, slot in self.rooms[0].held()
         ]
@@ -81,8 +81,8 @@ class Twins:
         joined, single = one.release_all(rows), [two.release_all([row])[0] for row in rows]
         assert joined == single
         for _, offers in joined:
-            self._heard(offers)
-        assert self._standing(one) == self._standing(two)
+            self._add_offers(offers)
+        assert self._redis_state(one) == self._redis_state(two)
 
     def _job(self) -> Job:
         random, self.jobs = self.random, self.jobs + 1
@@ -90,11 +90,11 @@ class Twins:
         created = self.rooms[0].now - random.randint(0, 9_000)
         return Job(f"j{self.jobs}", self.jobs, random.choice((1, 5, 5, 9)), model, tenant, created, constraints)
 
-    def _heard(self, offers: list[Offered]) -> None:
+    def _add_offers(self, offers: list[Offered]) -> None:
         self.known += [(offer, offer.owner) for offer in offers]
 
     def _release(self, n: int, offer: Offered, owner: str) -> list[Any]:
-        """By its owner, or by somebody else."""
+        """Return a release by the owner of the lease, or by another worker."""
         random = self.random
         holder = owner if random.random() < 0.9 else "nobody"
         draining = [f"{offer.job}~{self.jobs}.{n}", "withheld", "d"] if random.random() < 0.1 else [""] * 3
@@ -108,8 +108,8 @@ class Twins:
         return [*row, *draining, *offering, claimant, LEASE_MS]
 
     @staticmethod
-    def _standing(room: Room) -> dict[str, Any]:
-        """All that Redis holds of it, by names that do not tell which of the two it is."""
+    def _redis_state(room: Room) -> dict[str, Any]:
+        """Return all that Redis holds of the queue, by names without the prefix of the queue."""
         own = room.key("")
         return {name.removeprefix(own): text for name, text in room.dump().items() if name.startswith(own)}
 

@@ -51,7 +51,7 @@ def test_an_offer_takes_the_job_and_the_slot_together(room, offer):
         "offer": "1",
         "since": str(START_MS),
         "charged": "0",
-        "swap": "1",  # nobody knows what the server had before
+        "swap": "1",  # the model that the server ran before is unknown
     }
 
 
@@ -71,8 +71,8 @@ def test_a_slot_without_a_job_stays_free(room):
 def test_a_job_is_never_offered_twice(room):
     room.with_slots(3)
     offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)])
-    assert sorted(it.job for it in offers) == ["j1", "j2", "j3"]
-    assert len({it.slot for it in offers}) == 3
+    assert sorted(offer.job for offer in offers) == ["j1", "j2", "j3"]
+    assert len({offer.slot for offer in offers}) == 3
     assert room.waiting() == [] and room.offer() == []
 
 
@@ -99,10 +99,10 @@ def test_an_offer_that_is_gone_cannot_be_claimed(room, offer, wrong):
     unchanged(room, lambda: room.claim(offer._replace(**wrong), "w1"), "lost")
 
 
-# -- offers that nobody has taken up ---------------------------------------------------------------------------
+# -- offers that no worker has claimed ------------------------------------------------------------------------
 
 
-def test_never_more_offers_are_open_than_workers_have_room_for(room):
+def test_open_offers_never_exceed_the_capacity_of_the_workers(room):
     room.with_slots(5)
     jobs = [a(f"j{n}", n) for n in range(1, 7)]
     assert len(room.enqueue(*jobs, room=2)) == 2
@@ -110,33 +110,33 @@ def test_never_more_offers_are_open_than_workers_have_room_for(room):
     unchanged(room, lambda: room.offer(room=0), [])
     (more,) = room.offer(room=3)
     room.claim(more)
-    assert [it.job for it in room.offer(room=3)] == ["j4"], "one that is claimed is open no more"
+    assert [offer.job for offer in room.offer(room=3)] == ["j4"], "a claimed offer is not open"
 
 
-def test_a_worker_that_goes_on_with_the_next_job_needs_no_room(room):
+def test_a_worker_that_continues_with_the_next_job_needs_no_further_capacity(room):
     room.with_slots(3)
     (mine,) = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), room=1)
     room.claim(mine)
     _, offers = room.release(mine, claimant="w1", room=0)
-    assert [(it.job, it.owner) for it in offers] == [("j2", "w1")]
+    assert [(offer.job, offer.owner) for offer in offers] == [("j2", "w1")]
 
 
 def test_the_oldest_open_offer_is_taken_before_any_newer_job(room):
     room.with_slots(3)
     room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3), a("urgent", 4, priority=1), limit=2)
     first = room.offer(1, room=0, claimant="w1")
-    assert [(it.job, it.owner, room.lease_of(it.job)["owner"]) for it in first] == [("urgent", "w1", "w1")]
+    assert [(offer.job, offer.owner, room.lease_of(offer.job)["owner"]) for offer in first] == [("urgent", "w1", "w1")]
     assert room.expiry_of("urgent") == room.now + LEASE_MS
-    assert [it.job for it in room.offer(2, room=0, claimant="w1")] == ["j1"], "nobody else has room"
-    assert [it.job for it in room.offer(1, room=0, claimant="w1")] == ["j2"], "none is open, so the next is made"
+    assert [offer.job for offer in room.offer(2, room=0, claimant="w1")] == ["j1"], "no other worker has capacity"
+    assert [offer.job for offer in room.offer(1, room=0, claimant="w1")] == ["j2"], "none is open, so the next is made"
 
 
-def test_what_is_offered_again_is_the_oldest_of_all(room):
+def test_a_job_that_is_offered_again_is_the_oldest_offer_of_all(room):
     room.with_slots(2)
     _, two = room.enqueue(a("j1", 1), a("j2", 2))
     room.claim(two)
     room.seize(two, "w1", "", new_lease="s1", only_expired=False)
-    assert [it.job for it in room.offer(1, claimant="w2")] == ["j2"]
+    assert [offer.job for offer in room.offer(1, claimant="w2")] == ["j2"]
 
 
 def test_an_open_offer_is_kept_in_its_slot(room, offer):
@@ -171,13 +171,13 @@ def test_withdrawing_a_job_that_nobody_has_taken_up_frees_its_slot(room, offer):
 
 
 def test_a_job_that_was_withdrawn_does_not_come_back_when_its_last_run_frees_the_slot(room, held):
-    room.enqueue(a("j", 1))  # its last run has ended in the record, and still holds the slot
+    room.enqueue(a("j", 1))  # its last run has ended in the database, and still holds the slot
     assert room.withdraw(a("j", 1)) == "asked"
     assert room.release(held, "w1", limit=0)[0] == "released"
     assert room.waiting() == []
 
 
-def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_it_up(room, held):
+def test_a_withdrawn_job_that_its_server_may_still_run_keeps_its_slot(room, held):
     room.seize(held, "w1", "", new_lease="s1", only_expired=False)
     assert room.withdraw(a("j", 1)) == "asked"
     assert room.taken() == {"gpu-slot0": "j"}
@@ -187,38 +187,38 @@ def test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_
 
 
 @pytest.fixture
-def say(room, monkeypatch):
-    """What a worker says, by a clock of its own key; answers the room of all."""
+def report(room, monkeypatch):
+    """Report the capacity of a worker, by the clock of the workers' key, and return the total capacity."""
     room.client.set("clock:{test:workers}", START_MS)
     workers = room.scripts.target("report_capacity", "test:workers", lambda total: total)
     return lambda worker="", count=-1, ttl_ms=1000: room.scripts.run(Command(workers, (worker, count, ttl_ms)))
 
 
-def test_the_room_of_all_is_what_the_living_have_said(room, say):
-    assert say() is None
-    assert say("w1", 3) == 3 and say("w2", 4) == 7 and say("w1", 1) == 5
+def test_the_total_capacity_is_the_sum_reported_by_live_workers(room, report):
+    assert report() is None
+    assert report("w1", 3) == 3 and report("w2", 4) == 7 and report("w1", 1) == 5
     room.client.set("clock:{test:workers}", START_MS + 1001)
-    assert say("w2", 2) == 2, "w1 has not said anything for too long"
+    assert report("w2", 2) == 2, "the report of w1 has expired"
     assert room.client.hkeys("test:workers") == [b"w2"]
 
 
-def test_a_full_worker_lives_and_one_that_stops_does_not_count(say):
-    assert say("w1", 0) == 0
-    assert say("w1", -2) is None
+def test_a_full_worker_counts_as_live_and_a_stopping_worker_does_not(report):
+    assert report("w1", 0) == 0
+    assert report("w1", -2) is None
 
 
-def test_a_worker_that_leaves_has_no_room_from_then_on(say):
-    say("w1", 3)
-    say("w2", 4)
-    assert say("w1", -1) == 4
+def test_a_worker_that_leaves_has_no_capacity(report):
+    report("w1", 3)
+    report("w2", 4)
+    assert report("w1", -1) == 4
 
 
-def test_who_has_the_room_refreshed_by_somebody_else_never_waits_for_it(room, say):
-    say("w1", 3)
+def test_a_background_refresh_of_the_total_capacity_blocks_no_caller(room, report):
+    report("w1", 3)
     workers, asked = WorkerCapacity(room.scripts), []
     workers.refresh_in_background(lambda: asked.append("again"))
-    assert workers.total() == workers.total() == 0, "as far as is known"
-    assert asked == ["again"], "once, until it is answered"
+    assert workers.total() == workers.total() == 0, "the last known total"
+    assert asked == ["again"], "one refresh, until it is answered"
     workers.read_total()
     assert workers.total() == 3
 
@@ -233,7 +233,7 @@ def test_a_renewal_by_the_holder_gives_the_full_time_again(room, held):
 
 
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
-def test_nobody_else_renews(room, held, owner, wrong):
+def test_only_the_holder_renews_its_lease(room, held, owner, wrong):
     unchanged(room, lambda: room.renew(owner, held._replace(**wrong)), ["lost"])
 
 
@@ -250,7 +250,7 @@ def test_renewals_are_answered_one_by_one_in_the_order_asked(room):
     assert room.expiry_of("j1") == room.expiry_of("j3") == room.now + LEASE_MS
 
 
-def test_while_the_room_is_not_rebuilt_nobody_can_say_who_holds_a_lease(room, held):
+def test_a_renewal_is_answered_with_unknown_until_the_queue_is_rebuilt(room, held):
     room.client.flushall()
     room.set_clock(room.now)
     unchanged(room, lambda: room.renew("w1", held), ["unknown"])
@@ -306,16 +306,16 @@ def test_only_the_first_offer_goes_straight_to_the_taker(room):
     room.enqueue(a("n1", 2), a("n2", 3))
     room.sync(Server("gpu", 2))
     _, offers = room.release(held, claimant="w1")
-    assert [(it.job, it.owner) for it in offers] == [("n1", "w1"), ("n2", "")]
+    assert [(offer.job, offer.owner) for offer in offers] == [("n1", "w1"), ("n2", "")]
     assert room.expiry_of("n1") == START_MS + LEASE_MS and room.expiry_of("n2") == START_MS + OFFER_MS
     assert room.claim(offers[0], "w2") == "lost" and room.renew("w1", offers[0]) == ["renewed"]
 
 
-def test_a_release_that_came_too_late_makes_offers_all_the_same(room, held):
+def test_a_release_that_came_too_late_still_makes_offers(room, held):
     room.enqueue(a("next", 2))
     room.sync(Server("gpu", 2))
     answer, offers = room.release(held, "w2")
-    assert answer == "lost" and [it.job for it in offers] == ["next"]
+    assert answer == "lost" and [offer.job for offer in offers] == ["next"]
     assert room.taken()["gpu-slot0"] == "j"
 
 
@@ -325,7 +325,7 @@ def test_a_slot_in_cooldown_is_offered_after_it_and_not_before(room, held):
     room.later(499)
     assert room.offer() == []
     room.later(1)
-    assert [it.job for it in room.offer()] == ["j"]
+    assert [offer.job for offer in room.offer()] == ["j"]
 
 
 # -- expired, seize --------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_restore_leaves_alone_what_stands_there(room, held, lease):
     unchanged(room, lambda: room.restore(lease), 0)
 
 
-def test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and_gets_it_next(room):
+def test_a_restored_lease_whose_slot_was_given_away_gets_the_slot_next(room):
     holder = room.with_slots(1).enqueue(a("holder", 1))[0]
     room.enqueue(a("waits", 5))
     assert room.restore((a("old", 2), "p1-7", "w1", "gpu-slot0"), (a("older", 3), "p1-8", "w1", "gpu-slot0")) == 2
@@ -461,7 +461,7 @@ def test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and
     assert room.taken() == {"gpu-slot0": "old"}
     assert room.release(older, "w1") == ("released", [])
     assert room.taken() == {"gpu-slot0": "old"} and room.members("free") == []
-    assert [it.job for it in room.release(old, "w1")[1]] == ["waits"]
+    assert [offer.job for offer in room.release(old, "w1")[1]] == ["waits"]
     assert not room.client.exists(room.key("slots:gpu-slot0"))
 
 

@@ -60,7 +60,7 @@ def step(state: Lease, act: Act) -> Lease | None:
             allowed = state == Lease(act.given.name, "")
         case "renew":
             wanted, allowed = act.given, held
-        case "release" | "seize":  # both leave the lease under a new name, which only the answer tells
+        case "release" | "seize":  # both give the lease a new name, which only the answer contains
             wanted, allowed = act.made or state, held
         case _:
             raise ValueError(act.what)
@@ -169,7 +169,7 @@ def test_a_planted_bad_history_is_refused(history: list[Act]):
 
 
 class Game:
-    """One job and one slot, for which threads compete with whatever lease they last heard of."""
+    """One job and one slot, for which threads compete with the latest lease that any of them received."""
 
     def __init__(self, redis: Redis, fragments: dict[str, str] | None = None) -> None:
         self.scripts = make_scripts(redis, Keys("game"), fragments)
@@ -182,7 +182,7 @@ class Game:
         (offer,) = queues.enqueue(FLEET, [QueuedJob(JOB, 1, FLEET, 5, "default")])
 
         self.start = Lease(offer.lease, "")
-        self.heard = self.start
+        self.latest = self.start
 
     def play(self, threads: int, acts: int, seed: int) -> list[Act]:
         gate = threading.Barrier(threads)
@@ -196,14 +196,14 @@ class Game:
             return [act for played in pool.map(one, range(threads)) for act in played]
 
     def _act(self, by: str, rng: random.Random) -> Act:
-        heard = self.heard
+        latest = self.latest
         what = rng.choice(["claim", "claim", "renew", "renew", "release", "seize"])
-        given = heard if what in ("claim", "seize") or rng.random() < 0.3 else Lease(heard.name, by)
+        given = latest if what in ("claim", "seize") or rng.random() < 0.3 else Lease(latest.name, by)
         called = time.monotonic_ns()
         made = self._do(what, given, by)
         act = Act(what, given, by, made, called, time.monotonic_ns())
         if made is not None:
-            self.heard = made  # The others use it too: what they know may be old.
+            self.latest = made  # The other threads use it too; their lease may be old.
         return act
 
     def _do(self, what: str, given: Lease, by: str) -> Lease | None:

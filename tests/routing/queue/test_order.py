@@ -67,7 +67,11 @@ def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority(room
 
 
 def test_the_largest_number_of_a_priority_still_comes_before_the_smallest_of_the_next(room):
-    jobs = [a(f"t{it}{end}", seq, it) for it in range(1, 10) for end, seq in (("a", 1), ("b", LARGEST_SEQ))]
+    jobs = [
+        a(f"t{priority}{end}", seq, priority)
+        for priority in range(1, 10)
+        for end, seq in (("a", 1), ("b", LARGEST_SEQ))
+    ]
     room.enqueue(*random.Random(3).sample(jobs, len(jobs)))
     room.with_slots(1)
     assert room.drain() == ids(jobs)
@@ -100,17 +104,17 @@ def test_a_delayed_job_returns_with_its_priority_and_its_number(room):
 # -- enqueue ---------------------------------------------------------------------------------------------------
 
 
-def test_enqueue_says_how_many_were_new_and_offers_what_fits_at_once(room):
+def test_enqueue_returns_the_number_of_new_jobs_and_offers_each_free_slot_at_once(room):
     room.with_slots(2)
     added, offers = room.enqueued(a("j1", 1), a("j2", 2), a("j3", 3))
     assert added == 3
-    assert [(it.job, it.server, it.model, it.owner) for it in offers] == [
+    assert [(offer.job, offer.server, offer.model, offer.owner) for offer in offers] == [
         ("j1", "gpu", "zimg", ""),
         ("j2", "gpu", "zimg", ""),
     ]
     assert room.waiting() == ["j3"]
-    assert [it.number for it in offers] == [1, 2]
-    assert len({it.lease for it in offers}) == 2
+    assert [offer.number for offer in offers] == [1, 2]
+    assert len({offer.lease for offer in offers}) == 2
 
 
 def test_a_job_that_waits_or_is_offered_is_left_as_it_is(room):
@@ -126,18 +130,18 @@ def test_a_job_that_waits_or_is_offered_is_left_as_it_is(room):
 def test_enqueue_offers_no_more_than_its_limit(room):
     room.with_slots(5)
     jobs = [a(f"j{n}", n) for n in range(1, 6)]
-    assert [it.job for it in room.enqueue(*jobs, limit=2)] == ["j1", "j2"]
+    assert [offer.job for offer in room.enqueue(*jobs, limit=2)] == ["j1", "j2"]
     assert room.enqueue(limit=0) == []
-    assert [it.job for it in room.offer(2)] == ["j3", "j4"]
+    assert [offer.job for offer in room.offer(2)] == ["j3", "j4"]
 
 
-def test_nothing_is_offered_before_the_room_is_open(room):
+def test_nothing_is_offered_before_the_queue_is_open(room):
     room.sync(Server("gpu", 2))
     assert room.enqueue(a("second", 2)) == []
     assert room.offer() == []
     room.enqueue(a("first", 1))
     assert room.open() == "opened"
-    assert [it.job for it in room.offer()] == ["first", "second"]
+    assert [offer.job for offer in room.offer()] == ["first", "second"]
 
 
 def test_a_room_is_opened_once(room):

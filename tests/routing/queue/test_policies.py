@@ -1,4 +1,4 @@
-"""What every policy owes (the same tests for each), and what each promises beyond that."""
+"""Rules that every policy keeps (the same tests for each), and rules of single policies."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def ids(jobs: list[Job]) -> list[str]:
     return [job.id for job in jobs]
 
 
-# -- what every policy owes --------------------------------------------------------------------------------------
+# -- rules of every policy ---------------------------------------------------------------------------------------
 
 
 @every_policy
@@ -102,7 +102,7 @@ def test_a_position_is_the_number_of_jobs_that_are_offered_before(room, policy):
 
 
 @every_policy
-def test_a_job_that_comes_in_is_told_the_position_that_it_has_then(room, policy):
+def test_the_position_that_is_returned_on_entry_is_the_position_of_the_job(room, policy):
     room.configure(policy=policy)
     for job in mixed(60):
         ahead, run_ms = room.place_on_entry(job)
@@ -598,14 +598,14 @@ def _changing(room: Room, *models: str) -> tuple[Job, Offered]:
 
 
 @pytest.mark.parametrize("signal", ["", "busy", "failed", "refused"])
-def test_a_server_is_told_of_a_change_once_more_if_the_run_that_was_told_did_not_end_well(room, signal):
-    """Perhaps nothing ever came to the server: its slot was busy, or the record away when the run was to begin."""
+def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_run_did_not_end_well(room, signal):
+    """Perhaps the server received no request: its slot was busy, or the database was unavailable at the start."""
     _, offer = _changing(room, "m0", "m1")
     _, (again,) = room.release(offer, "", return_to_lane=True, signal=signal)
     assert (again.job, swaps(again)) == (offer.job, True)
 
 
-def test_a_server_is_told_of_a_change_once_more_if_the_job_was_withdrawn_that_was_to_bring_it(room):
+def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_job_was_withdrawn(room):
     job, _ = _changing(room, "m0", "m1")
     assert room.withdraw(job) == "freed"
     (offer,) = room.enqueue(a("next", 3, model="m1"))

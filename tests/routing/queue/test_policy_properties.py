@@ -56,13 +56,13 @@ class Config:
     state: str = "online"
 
 
-class Standing:
-    """What stands in Redis, read in two trips."""
+class QueueState:
+    """The state of a queue in Redis, read in two round trips."""
 
     def __init__(self, room: Room) -> None:
         names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
         pipe, prefix = room.client.pipeline(transaction=False), room.key("")
-        reads = {"hash": pipe.hgetall, "list": lambda it: pipe.lrange(it, 0, -1), "set": pipe.smembers}
+        reads = {"hash": pipe.hgetall, "list": lambda key: pipe.lrange(key, 0, -1), "set": pipe.smembers}
         named = {room.key(name): name for name in FLEET_KEYS}
         own = {name: named.get(name, name.removeprefix(prefix)) for name in names}
         kinds = {name: self._kind(own[name]) for name in names}
@@ -224,7 +224,7 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     @rule(tenant=chosen((*TENANTS, "")), most=chosen((None, 1, 2, 3)))
     def limit_a_tenant(self, tenant, most):
-        """`tenant` "": each that has no limit of its own."""
+        """`tenant` "": each tenant without a separate limit."""
         self.room.rules.pop(f"slots {_safe(tenant)}", None)
         if most is not None:
             self.room.rules[f"slots {_safe(tenant)}"] = str(most)
@@ -261,12 +261,14 @@ class PoliciesMachine(RuleBasedStateMachine):
         """Fill the queue from what the database knows: leases that were claimed, the other jobs in order."""
         keeps_leases = self.room.begin() == "emptied"
         self._bring_catalog()
-        running = {job: it for job, it in self.held.items() if it.owner or keeps_leases}
-        leases = [(self.jobs[job], it.lease, it.owner, it.slot) for job, it in running.items() if it.owner]
+        running = {job: offer for job, offer in self.held.items() if offer.owner or keeps_leases}
+        leases = [
+            (self.jobs[job], offer.lease, offer.owner, offer.slot) for job, offer in running.items() if offer.owner
+        ]
         assert self.room.restore(*leases) == (0 if keeps_leases else len(leases))
         self.held, self.turns = running, {}
         self.virtual = self.virtual if keeps_leases else {}
-        claimed = {job for job, it in running.items() if it.owner}
+        claimed = {job for job, offer in running.items() if offer.owner}
         queued = sorted((job for job in self.jobs.values() if job.id not in claimed), key=lambda job: job.seq)
         assert self.room.enqueue(*queued) == []
         self.room.open()
@@ -276,7 +278,7 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_that_is_derived_is_what_the_plain_data_give(self):
-        at = Standing(self.room)
+        at = QueueState(self.room)
         leases = {job: at.hash(f"leases:{job}") for job in at.below("leases:")}
         lanes = {lane: at.scores(f"lanes:{lane}") for lane in at.below("lanes:") if lane.count("|") == 3}
         self._check_jobs(leases, lanes)
@@ -302,16 +304,16 @@ class PoliciesMachine(RuleBasedStateMachine):
             assert int(lease["seq"]) == self._score(self.jobs[job])
             assert (lease["lease"], lease["owner"], lease["slot"]) == (known.lease, known.owner, known.slot)
 
-    def _check_slots(self, at: Standing, leases: dict[str, Any]) -> None:
+    def _check_slots(self, at: QueueState, leases: dict[str, Any]) -> None:
         """A slot of an online server is leased, free or in cooldown; others are leased at most (LEASE-1)."""
         assert at.hash("slots") == {lease["slot"]: job for job, lease in leases.items()}
         assert at.scores("leases").keys() == leases.keys()
         free, cooling, taken = set(at.scores("free")), set(at.scores("cooling")), set(at.hash("slots"))
         assert not free & cooling and not (free | cooling) & taken
         online = [SERVERS[name] for name, state in self.servers.items() if state == "online"]
-        assert free | cooling == {f"{it.name}-slot{n}" for it in online for n in range(it.slots)} - taken
+        assert free | cooling == {f"{server.name}-slot{n}" for server in online for n in range(server.slots)} - taken
 
-    def _check_counters(self, at: Standing, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
+    def _check_counters(self, at: QueueState, leases: dict[str, Any], lanes: dict[str, Any]) -> None:
         held = Counter(_account(lease["lane"]) for lease in leases.values())
         of_tenants: Counter[str] = Counter()
         for account, count in held.items():
@@ -327,13 +329,13 @@ class PoliciesMachine(RuleBasedStateMachine):
         jobs = Counter(_account(lane) for lane, members in lanes.items() for _ in members)
         assert at.hash("lanes") == {account: str(count) for account, count in jobs.items()}
         taken = Counter(lease["slot"].rsplit("-slot", 1)[0] for lease in leases.values())
-        for name in at.hash("servers"):  # What is known of the others is forgotten, until they come back.
+        for name in at.hash("servers"):  # The counters of other servers are deleted until they return.
             assert int(at.hash(f"stats:server:{name}").get("taken", 0)) == taken[name]
 
     def _most_slots(self, tenant: str) -> float:
         return float(self.room.rules.get(f"slots {tenant}") or self.room.rules.get("slots ") or inf)
 
-    def _check_indexes(self, at: Standing, lanes: dict[str, Any]) -> None:
+    def _check_indexes(self, at: QueueState, lanes: dict[str, Any]) -> None:
         by_class, marks = defaultdict(set), defaultdict(set)
         for lane in lanes:
             priority, digest, tenant, model = lane.split("|")
@@ -349,22 +351,24 @@ class PoliciesMachine(RuleBasedStateMachine):
         self._check_groups(at, set(by_class))
         self._check_kinds(at)
 
-    def _check_groups(self, at: Standing, classes: set[str]) -> None:
-        """A class stands in the group of those that the same servers can run, by its first lane; or nobody can."""
+    def _check_groups(self, at: QueueState, classes: set[str]) -> None:
+        """Each class that a server can run is in the group of the classes with the same servers, by its first lane."""
         ranked = {group: at.scores(f"groups:{group}") for group in at.below("groups:") if "|" in group}
         assert at.members("groups") == ranked.keys() | {name for name in classes if name[0] == "|"}
         there = [SERVERS[name] for name, state in self.servers.items() if state != "gone"]
         members = {}
         for name in classes:
             constraints, model = CONSTRAINTS[name[0] != "|"], name.split("|")[1]
-            if constraints and any(model in it.models and meets(constraints, _declared(it), model) for it in there):
+            if constraints and any(
+                model in server.models and meets(constraints, _declared(server), model) for server in there
+            ):
                 lanes = at.scores(f"classes:{name}")
                 first = min(lanes, key=lambda lane: (lanes[lane], lane))
                 members[f"{first[0]}|{name}"] = lanes[first]
         assert {member: key for group in ranked.values() for member, key in group.items()} == members
         assert all(group.endswith(f"|{member.split('|')[2]}") for group, them in ranked.items() for member in them)
 
-    def _check_kinds(self, at: Standing) -> None:
+    def _check_kinds(self, at: QueueState) -> None:
         """Free slots and groups stand in the index of their kind and model; `ready` has each kind with both."""
         models = {
             kind: {line for line in text.split("\n") if line and line[0] != "@"}
@@ -385,11 +389,11 @@ class PoliciesMachine(RuleBasedStateMachine):
         assert {kind for kind in free if models[kind] & groups.keys()} <= at.scores("meta:ready").keys()
 
     @staticmethod
-    def _kind_of(at: Standing, entry: str) -> str:
+    def _kind_of(at: QueueState, entry: str) -> str:
         (found,) = (kind for kind, text in at.hash("kinds").items() if entry[entry.index("\n") :] == text)
         return found
 
-    def _check_key(self, at: Standing, lane: str, members: dict[str, float], held: Counter[str]) -> None:
+    def _check_key(self, at: QueueState, lane: str, members: dict[str, float], held: Counter[str]) -> None:
         _, digest, tenant, model = lane.split("|")
         config, key = self.configs[model], at.scores(f"classes:{digest}|{model}")[lane]
         head = self.jobs[min(members, key=lambda member: members[member]).rsplit("@", 1)[0]]
@@ -416,12 +420,12 @@ class PoliciesMachine(RuleBasedStateMachine):
                 tag = at.scores(f"tags:{model}").get(tenant, 0)
                 assert key == tag or tag < key <= virtual, "its turn is not put off, and it has saved nothing"
                 was = self.turns.get(lane, (inf, inf))
-                assert key <= was[0] or tag > was[1], "whoever is charged nothing keeps its turn"
+                assert key <= was[0] or tag > was[1], "a tenant that is charged nothing keeps its turn"
                 self.turns[lane] = key, tag
                 siblings = [at.scores(f"classes:{digest}|{model}").get(f"{n}{lane[1:]}", key) for n in range(1, 10)]
                 assert set(siblings) == {key}, "priorities count inside a tenant"
 
-    def _check_virtual_time(self, at: Standing) -> None:
+    def _check_virtual_time(self, at: QueueState) -> None:
         """It never goes back while jobs wait under fair."""
         now = {}
         for model, config in self.configs.items():
@@ -430,7 +434,7 @@ class PoliciesMachine(RuleBasedStateMachine):
                 assert now[model] >= self.virtual.get(model, 0)
         self.virtual = now
 
-    def _check_nothing_more_can_be_offered(self, at: Standing, lanes: dict[str, Any], leases: dict[str, Any]) -> None:
+    def _check_nothing_more_can_be_offered(self, at: QueueState, lanes: dict[str, Any], leases: dict[str, Any]) -> None:
         """SLOT-2: affinity chooses among jobs, but leaves no slot free that one of them could use."""
         free = {slot.rsplit("-slot", 1)[0] for slot in at.scores("free")}
         for lane in lanes:
@@ -444,7 +448,7 @@ class PoliciesMachine(RuleBasedStateMachine):
                 probing = {job for job, lease in leases.items() if lease["slot"].startswith(f"{name}-slot")}
                 assert not (fits and self._lets(at, f"server:{name}", probing)), (lane, name)
 
-    def _lets(self, at: Standing, whose: str, running: set[str]) -> bool:
+    def _lets(self, at: QueueState, whose: str, running: set[str]) -> bool:
         """Whether a breaker lets a job through: it is closed, or its time is over and its probe does not run there."""
         stats = at.hash(f"stats:{whose}")
         if "open_until" not in stats:

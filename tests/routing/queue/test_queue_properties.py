@@ -1,7 +1,7 @@
-"""The waiting room against a plain model of it, over generated sequences of acts.
+"""The queue in Redis against a plain model of it, over generated sequences of acts.
 
-Whatever is done, by holders and by others, in time and too late, with a lost Redis in between: the room answers
-what the model answers, and stands as the model stands.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
+Acts come from holders and from other workers, in time and too late, and Redis is lost in between.  The queue must
+answer as the model answers, and hold what the model holds.  SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
 
 from collections import Counter
@@ -59,12 +59,12 @@ class Lease:
     expires: int
     number: int  # of its offer; 0: it was offered again
     cancel: bool = False
-    again: bool = False  # put into the room while it was held: it goes to its place when the lease is dropped
+    again: bool = False  # enqueued while it was held: it goes to its place when the lease is dropped
 
 
 @dataclass
 class Model:
-    """What the room should be: plain sets, and the rules in the shortest words."""
+    """The expected state of the queue: plain sets, and the rules in their shortest form."""
 
     now: int = START_MS
     is_open: bool = False
@@ -109,7 +109,7 @@ class Model:
             place[lease.slot] = when
 
     def open_offers(self) -> list[Lease]:
-        """Those that nobody has claimed, the oldest first."""
+        """Return the leases that no worker has claimed, the oldest first."""
         found = [lease for lease in self.leases.values() if not lease.owner]
         return sorted(found, key=lambda lease: (lease.number, lease.job.id))
 
@@ -149,9 +149,9 @@ class Model:
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """Does to the room and to the model alike, and compares."""
+    """Apply each act to the queue and to the model, and compare them."""
 
-    known = Bundle("known")  # offers that somebody has seen, however old they are
+    known = Bundle("known")  # every offer that was made, however old
 
     def __init__(self, client: Redis, fragments: Mapping[str, str] = FRAGMENTS) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(target=known, data=st.data(), limit=limits)
     def enqueue_again(self, data, limit):
-        """What reconcile does; jobs that wait stay as they are, those that run go to their place when they let go."""
+        """Enqueue as reconcile does: waiting jobs stay in place, running jobs get their place after the release."""
         there = [job for job in self.jobs if job.id not in self.model.gone]
         if not there:
             return multiple()
@@ -328,7 +328,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(target=known, late=st.booleans())
     def redis_is_lost(self, late):
-        """Emptied, and rebuilt from what the record knows: running jobs with their leases, the rest in order."""
+        """Empty Redis and rebuild the queue from the database: running jobs with their leases, the rest in order."""
         self.room.client.flushall()
         self.room.set_clock(self.model.now)
         before, self.model.leases = self.model.leases, {}
@@ -337,7 +337,9 @@ class RoomMachine(RuleBasedStateMachine):
         self.model.free, self.model.cooling, self.model.loaded, self.model.is_open = {}, {}, {}, False
         if late:  # a submit in between
             self._enqueue_new_job()
-        assert self.room.restore(*[(it.job, it.name, it.owner, it.slot) for it in running]) == len(running)
+        assert self.room.restore(*[(lease.job, lease.name, lease.owner, lease.slot) for lease in running]) == len(
+            running
+        )
         for lease in running:
             lease.expires, lease.number = self.model.now + LEASE_MS, 0
             lease.cancel = lease.again = False
@@ -351,25 +353,25 @@ class RoomMachine(RuleBasedStateMachine):
     # -- what must hold after every act --------------------------------------------------------------------------
 
     @invariant()
-    def the_room_stands_as_the_model_stands(self):
-        stands = _Standing(self.room)
+    def the_queue_equals_the_model(self):
+        state = _QueueState(self.room)
         model = self.model
         by_lane: dict[str, list[Job]] = {}
         for job in model.waiting.values():
             by_lane.setdefault(job.lane, []).append(job)
         # ORDER-1: inside a lane by acceptance, lanes by priority and acceptance
         lanes = {lane: [job.id for job in sorted(jobs, key=lambda job: job.seq)] for lane, jobs in by_lane.items()}
-        assert stands.lanes == lanes
-        assert stands.order == [
+        assert state.lanes == lanes
+        assert state.order == [
             lane
             for _, lane in sorted(
                 (min((job.priority, job.seq) for job in jobs), lane) for lane, jobs in by_lane.items()
             )
         ]
-        assert stands.free == model.free and stands.cooling == model.cooling
-        assert stands.slots == {lease.slot: job for job, lease in model.leases.items()}
-        assert stands.expiries == {job: lease.expires for job, lease in model.leases.items()}
-        assert stands.open == [lease.job.id for lease in model.open_offers()]
+        assert state.free == model.free and state.cooling == model.cooling
+        assert state.slots == {lease.slot: job for job, lease in model.leases.items()}
+        assert state.expiries == {job: lease.expires for job, lease in model.leases.items()}
+        assert state.open == [lease.job.id for lease in model.open_offers()]
 
     @invariant()
     def lease_1_one_lease_for_each_job_and_each_slot(self):
@@ -406,7 +408,7 @@ class RoomMachine(RuleBasedStateMachine):
         self._enqueue([job], 8)
 
     def _taken(self, offers: list[Offered], expected: list[tuple[Job, str, str]]):
-        assert [(it.job, it.slot, it.owner) for it in offers] == [
+        assert [(offer.job, offer.slot, offer.owner) for offer in offers] == [
             (job.id, slot, owner) for job, slot, owner in expected
         ]
         for offer in offers:
@@ -429,7 +431,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.model.is_open = True
 
 
-class _Standing:
+class _QueueState:
     """What stands in Redis, read in two trips."""
 
     def __init__(self, room: Room) -> None:
@@ -454,11 +456,11 @@ class _Standing:
 
 
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
-def test_the_room_is_what_the_model_says_whatever_is_done_to_it(client: Redis):
+def test_the_queue_equals_its_model_after_each_act(client: Redis):
     run_state_machine_as_test(lambda: RoomMachine(client), settings=search(20, stateful_step_count=40))
 
 
 @pytest.mark.timeout(600)
-def test_the_room_makes_the_same_offers_if_very_many_groups_wait(client: Redis):
+def test_the_queue_makes_the_same_offers_if_very_many_groups_wait(client: Redis):
     fragments = fragments_with_limits(many_groups=0, kinds_at_once=16)
     run_state_machine_as_test(lambda: RoomMachine(client, fragments), settings=search(20, stateful_step_count=40))

@@ -1,4 +1,4 @@
-"""Redis' clock is set: nobody is charged for time that did not pass, and what was reported counts no longer."""
+"""When the clock of Redis is set, no job is charged for time that did not pass, and old reports do not count."""
 
 import pytest
 

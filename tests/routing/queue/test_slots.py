@@ -1,4 +1,4 @@
-"""The fleet's servers and slots: who is offered or in cooldown, what a change of the catalog does (SLOT-2, LEASE-1)."""
+"""The slots of a fleet: which are offered or in cooldown, and what a change of the catalog does (SLOT-2, LEASE-1)."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_new_slots_can_be_offered_at_once(room):
     room.with_slots(1)
     room.enqueue(a("j1", 1), a("j2", 2))
     room.sync(Server("gpu", 2))
-    assert [(it.job, it.slot) for it in room.offer()] == [("j2", "gpu-slot1")]
+    assert [(offer.job, offer.slot) for offer in room.offer()] == [("j2", "gpu-slot1")]
 
 
 def test_slots_that_are_gone_are_offered_no_more(room):
@@ -90,7 +90,7 @@ def test_a_slot_freed_on_a_server_that_is_not_online_is_offered_when_it_is_again
     room.later(1000)
     assert room.offer() == []
     room.sync(Server("gpu", 1))
-    assert [it.job for it in room.offer()] == ["j2"]
+    assert [offer.job for offer in room.offer()] == ["j2"]
 
 
 def test_free_and_cooling_slots_of_a_server_that_is_paused_are_taken_out(room):
@@ -116,14 +116,14 @@ def test_a_removed_server_keeps_only_its_leases(room):
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_servers_name_may_look_like_anything(room, name):
+def test_the_name_of_a_server_may_look_like_the_name_of_a_slot(room, name):
     room.with_servers(Server(name, 2), Server(name + "0", 1))
     one, two, three = room.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
     assert {one.server, two.server, three.server} == {name, name + "0"}
-    assert {it.slot for it in (one, two, three)} == {f"{name}-slot0", f"{name}-slot1", f"{name}0-slot0"}
-    for it in (one, two, three):
-        assert it.slot.startswith(f"{it.server}-slot")
-        assert room.release(it, "", limit=0)[0] == "released"
+    assert {offer.slot for offer in (one, two, three)} == {f"{name}-slot0", f"{name}-slot1", f"{name}0-slot0"}
+    for offer in (one, two, three):
+        assert offer.slot.startswith(f"{offer.server}-slot")
+        assert room.release(offer, "", limit=0)[0] == "released"
     assert room.cool_down(name, 1000)[1] == 2
     assert room.members("free") == [f"{name}0-slot0"]
 
@@ -156,19 +156,19 @@ def test_a_server_takes_the_first_job_of_any_model_that_it_serves(room):
     assert room.waiting() == ["foreign"]
 
 
-def test_a_job_at_the_head_that_no_free_slot_serves_holds_nobody_up(room):
+def test_a_job_at_the_head_that_no_free_slot_serves_blocks_no_other_job(room):
     room.with_servers(Server("a", 1, models=("flux",)), Server("b", 1, models=("flux", "zimg")))
     offers = room.enqueue(a("z1", 1), a("z2", 2), a("f3", 3, model="flux"))
-    assert sorted((it.job, it.slot) for it in offers) == [("f3", "a-slot0"), ("z1", "b-slot0")]
+    assert sorted((offer.job, offer.slot) for offer in offers) == [("f3", "a-slot0"), ("z1", "b-slot0")]
 
 
 def test_the_slot_that_has_been_free_for_longest_is_offered_first(room):
     room.with_slots(3)
     first, second, third = room.enqueue(*[a(f"j{n}", n) for n in range(1, 4)])
-    for it in (second, third, first):
+    for offer in (second, third, first):
         room.later(1)
-        room.release(it, "")
-    assert [it.slot for it in room.enqueue(*[a(f"k{n}", n) for n in range(4, 7)])] == [
+        room.release(offer, "")
+    assert [offer.slot for offer in room.enqueue(*[a(f"k{n}", n) for n in range(4, 7)])] == [
         second.slot,
         third.slot,
         first.slot,
@@ -179,7 +179,7 @@ def test_slot_2_a_free_slot_is_found_however_many_others_serve_nothing_that_wait
     room.with_servers(Server("idle", 300, models=("flux",)))
     room.later(1)
     room.sync(Server("idle", 300, models=("flux",)), Server("gpu", 1))
-    assert [it.slot for it in room.enqueue(a("j", 1))] == ["gpu-slot0"]
+    assert [offer.slot for offer in room.enqueue(a("j", 1))] == ["gpu-slot0"]
 
 
 @pytest.mark.parametrize("between", [63, 64, 300])
@@ -188,7 +188,7 @@ def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_
     room.with_servers(large, *[Server(f"small{n}") for n in range(between)])
     room.client.zadd(room.key("free"), {"large-slot0": START_MS - 1, "large-slot1": START_MS + 1})
     offers = room.enqueue(a("any", 1), a("choosy", 2, constraints="memory>=80"))
-    assert [it.slot for it in offers] == ["large-slot0", "large-slot1"]
+    assert [offer.slot for offer in offers] == ["large-slot0", "large-slot1"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_concerns_one_server_looks_at_few_of_a_thousand(room, act):
 def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(room):
     room.enqueue(*[a(f"no{priority}-{n}", n, priority, f"m{n}") for n in range(40) for priority in range(1, 9)])
     room.with_slots(1)
-    assert [it.job for it in room.enqueue(a("j", 1000, 9))] == ["j"]
+    assert [offer.job for offer in room.enqueue(a("j", 1000, 9))] == ["j"]
 
 
 # -- cooldowns and their ends ----------------------------------------------------------------------------------------
@@ -232,14 +232,14 @@ def test_a_thousand_cooldowns_in_a_row_do_not_overflow(room):
     assert room.cool_down("gpu", 1000)[0] == 30_000
 
 
-def test_cooling_slots_are_offered_to_nobody_until_their_time(room):
+def test_a_slot_in_cooldown_is_not_offered_before_the_cooldown_ends(room):
     room.with_servers(Server("gpu", 2), Server("other", 1))
     assert room.cool_down("gpu", 1000) == [1000, 2]
-    assert [it.slot for it in room.enqueue(a("j1", 1), a("j2", 2))] == ["other-slot0"]
+    assert [offer.slot for offer in room.enqueue(a("j1", 1), a("j2", 2))] == ["other-slot0"]
     room.later(999)
     assert room.offer() == []
     room.later(1)
-    assert [it.job for it in room.offer()] == ["j2"]
+    assert [offer.job for offer in room.offer()] == ["j2"]
     assert room.members("cooling") == [] and len(room.members("free")) == 1
 
 
@@ -248,7 +248,7 @@ def test_a_woken_server_is_offered_at_once(room):
     room.cool_down("gpu", 1000)
     room.enqueue(a("j", 1))
     assert room.cool_down("gpu", 0, 0) == [0, 2]
-    assert [it.job for it in room.offer()] == ["j"]
+    assert [offer.job for offer in room.offer()] == ["j"]
 
 
 def test_a_cooldown_leaves_leased_slots_and_other_servers_alone(room):
@@ -280,7 +280,7 @@ def test_more_slots_than_one_look_takes_wake_in_the_next(room):
 # -- work of others (SLOT-1) -----------------------------------------------------------------------------------
 
 
-def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while(room):
+def test_slot_1_the_slots_of_a_server_that_other_clients_use_are_not_offered_for_a_while(room):
     room.with_servers(Server("gpu", 4), Server("gpu2", 2))
     assert room.run("occupy_slots", "gpu", 3, 500) == 3
     assert sorted(slot for slot in room.members("free") if slot.startswith("gpu-")) == ["gpu-slot3"]
@@ -290,7 +290,7 @@ def test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while
     assert len(room.members("free")) == 6 and room.members("cooling") == []
 
 
-def test_slot_1_slots_that_are_leased_or_in_cooldown_are_not_withheld_twice(room):
+def test_slot_1_slots_that_are_leased_or_in_cooldown_count_as_used_by_other_clients_once(room):
     room.with_slots(3)
     room.enqueue(a("j", 1))
     assert room.run("occupy_slots", "gpu", 1, 500) == 1

@@ -1,4 +1,4 @@
-"""Turns that last: whoever waits for something rare, for another model's server, or with a new weight."""
+"""Turns that last: jobs that wait for a rare server, for a server of another model, or with a new weight."""
 
 import random
 
@@ -80,8 +80,8 @@ def test_under_fair_the_position_of_who_waits_for_a_rare_server_counts_nobody_be
 # -- fair: what changes while jobs wait and run --------------------------------------------------------------------
 
 
-def test_under_fair_a_new_weight_counts_for_what_was_used_before_too(room):
-    """Ten seconds at a weight of 0.001 are hours of others' slot time; nobody waits for hours to become important."""
+def test_under_fair_a_new_weight_also_counts_for_slot_time_used_before(room):
+    """Ten seconds at a weight of 0.001 count as hours of slot time; with a new weight no tenant waits for hours."""
     room.configure(policy="fair", weights={"slow": 0.001}).with_slots(1)
     room.enqueue(*[a(f"{tenant}{n}", 2 * n + (tenant == "plain"), tenant=tenant)
                    for n in range(60) for tenant in ("slow", "plain")], limit=1)  # fmt: skip
@@ -225,7 +225,7 @@ def test_under_fair_priorities_of_one_model_do_not_count_against_those_of_anothe
 # -- breakers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be_tried(room):
+def test_a_server_is_probed_again_when_its_probe_continues_on_another_server(room):
     room.with_servers(Server("a", 1))
     for n in range(3):
         (failed,) = room.enqueue(a(f"f{n}", n), limit=1)
@@ -237,7 +237,7 @@ def test_a_probe_that_goes_on_elsewhere_leaves_no_server_behind_that_seems_to_be
     _, (elsewhere,) = room.release(probe, "", return_to_lane=True, cooldown_ms=500, signal="busy")
     assert (elsewhere.job, elsewhere.server) == ("j1", "b")
     room.later(500)
-    assert [(it.job, it.server) for it in room.enqueue(a("j2", 12))] == [("j2", "a")]
+    assert [(offer.job, offer.server) for offer in room.enqueue(a("j2", 12))] == [("j2", "a")]
 
 
 # -- positions over many lanes ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ MUTANTS = [
         "the cancel of a running job is not audited",
         "routing.dispatch.dispatcher:Dispatcher.cancel",
         swap("self.store.request_cancel(job_id, now, canceling.write)", "self.store.request_cancel(job_id, now)"),
-        kills=["test_who_cancels_or_retries_a_job_is_noted_once"],
+        kills=["test_each_cancel_and_retry_of_a_job_is_audited_once"],
         breaks="audit",
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS = [
         never("crashes + 1 >= config.max_crashes"),
         kills=[
             "test_the_last_of_max_crashes_makes_a_job_dead",
-            "test_a_job_under_which_workers_keep_dying_is_set_aside_as_poison",
+            "test_a_job_whose_workers_keep_dying_becomes_dead",
         ],
         breaks="charges",
     ),
@@ -155,7 +155,7 @@ MUTANTS = [
         never("run.failures >= config.max_retries"),
         kills=[
             "test_a_job_is_run_once_and_then_retried_as_often_as_allowed",
-            "test_after_max_retries_a_job_is_dead_and_revived_it_has_all_of_them_again",
+            "test_a_job_is_dead_after_max_retries_and_a_revive_restores_all_its_retries",
         ],
         breaks="charges",
     ),

@@ -159,7 +159,7 @@ MUTANTS = [
             "test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone",
         ],
         breaks="LEASE-4",
-        still="test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing",
+        still="test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing",
     ),
     Mutant(
         "a killed worker is forgotten before all queues were read",
@@ -167,17 +167,17 @@ MUTANTS = [
         always("len(held) == len(fleets)"),
         kills=["test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read"],
         breaks="LEASE-1",
-        still="test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing",
+        still="test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing",
     ),
     Mutant(
         "a killed worker is forgotten while it still has leases",
         "routing.maintenance.reaper:Reaper.reap_dead_workers",
         swap("dead - running - {lease.owner for lease in theirs}", "dead - running"),
         kills=[
-            "test_what_a_killed_worker_sent_last_is_found_by_the_next_look",
+            "test_a_claim_that_a_killed_worker_sent_last_is_found_by_the_next_check",
         ],
         breaks="LEASE-1",
-        still="test_what_a_killed_worker_had_claimed_and_not_started_costs_the_job_nothing",
+        still="test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing",
     ),
     Mutant(
         "a queue that Redis cannot hold whole never opens",
@@ -268,8 +268,8 @@ MUTANTS = [
         "routing.maintenance.reaper:_end_lost_run",
         never("is_stopping"),
         kills=[
-            "test_a_run_of_a_worker_that_was_told_to_stop_costs_nothing_though_it_was_killed",
-            "test_a_silent_worker_that_was_told_to_stop_charges_nothing",
+            "test_a_killed_worker_that_was_stopping_costs_its_job_nothing",
+            "test_a_silent_worker_that_was_stopping_costs_its_job_nothing",
         ],
         breaks="charges",
         still="test_a_worker_that_was_silent_says_so_and_not_that_it_has_died",

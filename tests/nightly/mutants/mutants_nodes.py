@@ -92,7 +92,7 @@ MUTANTS = [
         "a run that died was never received",
         "slotkeeper.agent.node_routes:NodeRoutes._unknown",
         swap("self._journal.has(name)", "False"),
-        kills=["test_a_run_that_died_with_the_agent_is_told_from_one_that_never_came"],
+        kills=["test_a_run_that_died_with_the_agent_is_not_reported_as_never_received"],
         breaks="budgets",
         still="test_a_run_ends_with_its_result_and_what_proves_it",
     ),

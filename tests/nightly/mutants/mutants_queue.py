@@ -97,7 +97,7 @@ MUTANTS = [
         "a queue that is not rebuilt makes offers",
         "lua:lib/offers",
         lua_swap("limit == 0 or not is_open(now) or", "limit == 0 or"),
-        kills=["test_nothing_is_offered_before_the_room_is_open"],
+        kills=["test_nothing_is_offered_before_the_queue_is_open"],
         breaks="ORDER-1",
     ),
     Mutant(
@@ -168,7 +168,7 @@ MUTANTS = [
         "slots in use by others are offered",
         "lua:occupy_slots",
         lua_swap("remove_free_slot(one.slot)", ""),
-        kills=["test_slot_1_so_many_slots_of_a_server_as_others_use_are_withheld_for_a_while"],
+        kills=["test_slot_1_the_slots_of_a_server_that_other_clients_use_are_not_offered_for_a_while"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -350,7 +350,7 @@ MUTANTS = [
         "more offers are open than workers have places",
         "lua:lib/offers",
         lua_swap('(open_left or offering.capacity - redis.call("ZCARD", open_offers_key()))', "(open_left or limit)"),
-        kills=["test_never_more_offers_are_open_than_workers_have_room_for"],
+        kills=["test_open_offers_never_exceed_the_capacity_of_the_workers"],
         breaks="ORDER-1",
     ),
     Mutant(
@@ -384,7 +384,7 @@ MUTANTS = [
         "a slot whose server may be at the canceled job is freed",
         "lua:withdraw",
         lua_swap('if lease and lease.owner == "" and lease.offer ~= "0" then', 'if lease and lease.owner == "" then'),
-        kills=["test_withdrawing_what_its_server_may_be_at_leaves_the_slot_to_whoever_takes_it_up"],
+        kills=["test_a_withdrawn_job_that_its_server_may_still_run_keeps_its_slot"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -404,7 +404,7 @@ MUTANTS = [
         ),
         kills=[
             "test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice",
-            "test_a_lease_that_comes_back_to_a_slot_that_was_given_away_stands_beside_and_gets_it_next",
+            "test_a_restored_lease_whose_slot_was_given_away_gets_the_slot_next",
         ],
         breaks="SLOT-1",
     ),
@@ -412,14 +412,14 @@ MUTANTS = [
         "a release forgets that its job was queued again",
         "lua:release",
         lua_swap("if one.return_to_lane or lease.again then", "if one.return_to_lane then"),
-        kills=["test_a_job_that_is_queued_again_before_its_slot_is_freed_goes_to_its_place_then"],
+        kills=["test_a_job_that_is_queued_again_before_its_slot_is_released_is_offered_after_the_release"],
         breaks="QUEUE-1",
     ),
     Mutant(
         "a lease is recognized by its owner alone",
         "lua:lib/leases",
         lua_swap("lease and lease.name == name and lease.owner == owner", "lease and lease.owner == owner"),
-        kills=["test_nobody_else_renews", "test_nobody_else_releases"],
+        kills=["test_only_the_holder_renews_its_lease", "test_nobody_else_releases"],
         breaks="LEASE-4",
     ),
     Mutant(
@@ -444,7 +444,7 @@ MUTANTS = [
         "another owner's lease can be renewed",
         "lua:renew",
         lua_swap("if is_held_by(job, lease.name, owner) then", 'if redis.call("EXISTS", lease_key(job)) == 1 then'),
-        kills=["test_nobody_else_renews"],
+        kills=["test_only_the_holder_renews_its_lease"],
         breaks="LEASE-4",
     ),
     Mutant(
@@ -455,7 +455,7 @@ MUTANTS = [
             'redis.call("ZADD", LEASES, integer_text(now + lease_ms), job) '
             'answer = is_complete and "lost" or "unknown"',
         ),
-        kills=["test_nobody_else_renews"],
+        kills=["test_only_the_holder_renews_its_lease"],
         breaks="LEASE-1",
     ),
     Mutant(

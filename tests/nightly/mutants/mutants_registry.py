@@ -59,7 +59,7 @@ MUTANTS = [
         ),
         kills=[
             "test_a_server_that_drains_takes_nothing_new_and_goes_when_its_runs_have_ended",
-            "test_a_server_whose_slots_are_withheld_is_not_removed",
+            "test_a_server_with_quarantined_slots_is_not_removed",
         ],
         breaks="SLOT-1",
         still="test_servers_that_a_removal_leaves_without_a_model_are_named",

@@ -374,7 +374,7 @@ class Mutant:
     """The tests that must fail then: the names of their functions, "file::function" where a name is not unique."""
     breaks: str
     """The invariant that no longer holds, or what else the guard is for."""
-    still: str = "test_the_whole_way_of_a_job"
+    still: str = "test_a_job_runs_from_its_submit_to_its_completion"
     """A test that must pass all the same: a mutant that breaks everything proves nothing."""
     postgres: bool = False
     """Its tests need PostgreSQL; others are tried on SQLite alone, which is faster."""

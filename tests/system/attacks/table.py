@@ -431,8 +431,8 @@ TABLE = [
             f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",
             f"{TERMINAL}test_json_is_the_same_value_and_holds_no_controls",
             f"{TERMINAL}test_a_refusal_is_text_too",
-            "tests/slotkeeper/test_logs.py::test_what_is_long_or_unprintable_is_cut_and_shown_harmlessly",
-            "tests/slotkeeper/serve/test_exact.py::test_the_text_of_an_error_is_logged_only_for_who_asks",
+            "tests/slotkeeper/test_logs.py::test_long_values_are_cut_and_unprintable_characters_are_escaped",
+            "tests/slotkeeper/serve/test_exact.py::test_the_text_of_an_error_is_logged_only_at_level_debug",
         ),
     ),
     # -- this machine --------------------------------------------------------------------------------------------------

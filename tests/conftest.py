@@ -18,8 +18,8 @@ from slotkeeper.clock import Clock, clock
 from tools.cluster.postgres_process import ENVIRONMENT
 
 pytest_plugins = (
-    "tests.fixtures.record",
-    "tests.fixtures.room",
+    "tests.fixtures.database",
+    "tests.fixtures.queue",
     "tests.fixtures.api",
     "tests.fixtures.worker",
     "tests.fixtures.simulator",

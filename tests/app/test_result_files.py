@@ -63,7 +63,7 @@ def completed(api: Api, result: Any, **fields: Any) -> str:
     if "headers" not in fields:
         api.register()
     job_id = api.submitted(**fields)
-    offer = next(offer for offer in api.heard.offers if offer.job_id == job_id)
+    offer = next(offer for offer in api.notifications.offers if offer.job_id == job_id)
     task = begin_run(api.dispatcher, offer, "a-worker")
     assert task is not None
     end_run_with(api.dispatcher, task, Reason.FINISHED, result=orjson.dumps(result).decode())

@@ -145,7 +145,7 @@ def _validator(keyed: bool, path: str, method: str, status: str, mimetype: str) 
 
 
 @dataclass
-class Heard(Notifier):
+class RecordingNotifier(Notifier):
     """Calls the real notifier, and keeps what it was called with."""
 
     real: Notifier
@@ -169,7 +169,7 @@ class Api:
     dispatcher: Dispatcher
     valkey: Valkey
     folder: Path  # of the database
-    heard: Heard
+    notifications: RecordingNotifier
 
     @property
     def database(self) -> Database:
@@ -201,7 +201,7 @@ class Api:
     def started(self, **fields: Any) -> ActiveRun:
         """Submit a job, and start it as a worker does."""
         job_id = self.submitted(**fields)
-        offer = next(offer for offer in self.heard.offers if offer.job_id == job_id)
+        offer = next(offer for offer in self.notifications.offers if offer.job_id == job_id)
         task = begin_run(self.dispatcher, offer, "a-worker")
         assert task is not None
         return task
@@ -250,7 +250,7 @@ class TimedApi(Api):
 
     def run(self, took_ms: int = 60_000, why: Reason = Reason.FINISHED) -> str:
         """Run the job of the first offer for so long, and return its id."""
-        task = begin_run(self.dispatcher, self.heard.offers.pop(0), "a-worker")
+        task = begin_run(self.dispatcher, self.notifications.offers.pop(0), "a-worker")
         assert task is not None
         hold(self.dispatcher, task.lease, self.later, took_ms)
         failed = None if why is Reason.FINISHED else JobError(why.value, "out of memory")
@@ -320,6 +320,6 @@ def build(
     valkey.client().hset(
         services.scripts().keys.workers(), "tests", f"1000000 {10**15}"
     )  # a worker with enough capacity for all
-    heard = dispatcher._notifier = Heard(dispatcher._notifier)
+    notifications = dispatcher._notifier = RecordingNotifier(dispatcher._notifier)
     app = _an_app()
-    return kind(app.test_client(), dispatcher, valkey, folder, heard)
+    return kind(app.test_client(), dispatcher, valkey, folder, notifications)

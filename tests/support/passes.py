@@ -21,7 +21,7 @@ from slotkeeper.registry.values import Server
 from tasks import health_checks, maintenance, server_adapters
 from tasks.health_checks import HealthTarget
 from tasks.servers.session import run_with_http_client
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 
 class Maintenance:
@@ -64,11 +64,11 @@ def restore_missed(dispatcher: Dispatcher, *, may_reap: bool = True) -> int:
     return of(dispatcher).missing.restore(may_reap=may_reap)
 
 
-def restore_missing(stage: Stage) -> int:
+def restore_missing(harness: Harness) -> int:
     """Restore leases that Redis has lost: the first pass notes them, and one after the time of grace writes them."""
-    restore_missed(stage.dispatcher)
-    stage.later(restore_leases._GRACE_MS)
-    return restore_missed(stage.dispatcher)
+    restore_missed(harness.dispatcher)
+    harness.later(restore_leases._GRACE_MS)
+    return restore_missed(harness.dispatcher)
 
 
 def apply_health(dispatcher: Dispatcher, reports: Mapping[str, ServerReport]) -> None:

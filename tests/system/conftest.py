@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.cluster import Cluster, started_cluster
 from tests.support.http_api import HttpApi
-from tests.support.town import Town, started_town
 from tools.cluster.stack import Stack
 
 _numbers = itertools.count(1)
@@ -35,7 +35,7 @@ def server_name() -> str:
 
 
 @pytest.fixture(scope="session")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """An installation with beat, maintenance and the API; each test registers new models."""
-    with started_town(tmp_path_factory.mktemp("town")) as running:
+    with started_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -30,7 +30,7 @@ from tasks.liveness import ProcessReport
 from tasks.worker.worker import Worker
 from tests.support.api import Api
 from tests.support.builders import eventually
-from tests.support.room import FRAGMENTS
+from tests.support.fleet_queue import FRAGMENTS
 
 
 @pytest.fixture(autouse=True)

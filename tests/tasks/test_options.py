@@ -26,7 +26,7 @@ from tasks import inference
 from tasks import options as call_options
 from tasks.inference import infer
 from tests.support.builders import T0
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 from tools.cluster.stack import REPO
 
 sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -267,12 +267,12 @@ def test_no_rate_limit_delays_a_wake_up():
 
 
 @pytest.fixture
-def submitting(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Return a Stage whose dispatcher gets the jobs that calls of `infer` submit."""
-    stage.register()
-    stage.set_clock(now_ms())
-    monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
-    return stage
+def submitting(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Harness:
+    """Return a harness whose dispatcher gets the jobs that calls of `infer` submit."""
+    harness.register()
+    harness.set_clock(now_ms())
+    monkeypatch.setattr(inference, "dispatcher", lambda: harness.dispatcher)
+    return harness
 
 
 @sqlite

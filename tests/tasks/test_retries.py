@@ -15,7 +15,7 @@ from tasks import retries
 from tasks.inference import infer
 from tasks.retries import ServerFault, countdown_s, with_task_options
 from tests.support.ends import decided, end_in_order
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 CONFIG = ModelConfig()
 FAULT = Outcome(OutcomeKind.RETRY, code="server_error", message="no")
@@ -27,85 +27,87 @@ def without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer, "retry_jitter", False)
 
 
-def _wait_s(stage: Stage, **config: Any) -> float:
+def _wait_s(harness: Harness, **config: Any) -> float:
     """Return the seconds that a job waits after its first run has failed."""
-    stage.register(**config)
-    job_id = stage.submit()
-    active = stage.start()
-    ended = end_in_order(stage.dispatcher, active, decided(stage.dispatcher, active, FAULT))
+    harness.register(**config)
+    job_id = harness.submit()
+    active = harness.start()
+    ended = end_in_order(harness.dispatcher, active, decided(harness.dispatcher, active, FAULT))
     assert ended.moved is not None and ended.moved.to is State.DELAYED
-    due_ms = stage.job(job_id).due_ms
+    due_ms = harness.job(job_id).due_ms
     assert due_ms is not None
-    return (due_ms - stage.now) / 1000
+    return (due_ms - harness.now) / 1000
 
 
 # -- the options ---------------------------------------------------------------------------------------------------
 
 
-def _end_reason(stage: Stage) -> Reason:
+def _end_reason(harness: Harness) -> Reason:
     """Return the reason with which a failed first run ends."""
-    stage.register()
-    stage.submit()
-    return decided(stage.dispatcher, stage.start(), FAULT).reason
+    harness.register()
+    harness.submit()
+    return decided(harness.dispatcher, harness.start(), FAULT).reason
 
 
 @pytest.mark.parametrize(
     ("exceptions", "reason"), [((ServerFault,), Reason.SERVER_ERROR), ((OSError,), Reason.RETRIES_EXHAUSTED)]
 )
 def test_autoretry_for_decides_whether_a_failed_run_is_retried(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, exceptions: tuple[type[Exception], ...], reason: Reason
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, exceptions: tuple[type[Exception], ...], reason: Reason
 ) -> None:
     assert infer.autoretry_for == (ServerFault,)
     monkeypatch.setattr(infer, "autoretry_for", exceptions)
-    assert _end_reason(stage) is reason
+    assert _end_reason(harness) is reason
 
 
 @pytest.mark.parametrize(
     ("max_retries", "reason"), [(0, Reason.RETRIES_EXHAUSTED), (1, Reason.SERVER_ERROR), (None, Reason.SERVER_ERROR)]
 )
 def test_max_retries_bounds_the_number_of_retries(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, max_retries: int | None, reason: Reason
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, max_retries: int | None, reason: Reason
 ) -> None:
     assert infer.max_retries == 50
     monkeypatch.setattr(infer, "max_retries", max_retries)
-    assert _end_reason(stage) is reason
+    assert _end_reason(harness) is reason
 
 
 @pytest.mark.parametrize(("factor", "wait_s"), [(1.0, 1.0), (7, 7.0), (0.25, 0.25), (True, 1.0)])
 def test_retry_backoff_is_the_first_wait(
-    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float, wait_s: float
+    harness: Harness, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float, wait_s: float
 ) -> None:
     assert infer.retry_backoff == 1.0
     monkeypatch.setattr(infer, "retry_backoff", factor)
-    assert _wait_s(stage) == wait_s
+    assert _wait_s(harness) == wait_s
 
 
-def test_retry_backoff_max_bounds_a_wait(stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_backoff_max_bounds_a_wait(
+    harness: Harness, without_jitter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert infer.retry_backoff_max == 30.0
     monkeypatch.setattr(infer, "retry_backoff", 7)
     monkeypatch.setattr(infer, "retry_backoff_max", 3)
-    assert _wait_s(stage) == 3.0
+    assert _wait_s(harness) == 3.0
 
 
-def test_retry_jitter_decides_whether_the_waits_are_spread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_jitter_decides_whether_the_waits_are_spread(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     assert infer.retry_jitter is True
     waits = {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)}
     assert len(waits) > 10 and min(waits) >= 0.9 and max(waits) <= 1.1
     monkeypatch.setattr(infer, "retry_jitter", False)
-    assert {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)} == {1.0} and _wait_s(stage) == 1.0
+    assert {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)} == {1.0} and _wait_s(harness) == 1.0
 
 
 def test_what_the_model_sets_comes_before_what_the_task_says(
-    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, without_jitter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("retry_backoff", "retry_backoff_max", "max_retries"):
         monkeypatch.setattr(infer, name, 0)
-    assert _wait_s(stage, retry_backoff=2, retry_backoff_max=9, max_retries=1) == 2.0
+    assert _wait_s(harness, retry_backoff=2, retry_backoff_max=9, max_retries=1) == 2.0
 
 
 @pytest.mark.parametrize("factor", [0, 0.0004, False, -1])
 def test_without_a_backoff_the_waits_still_grow(
-    stage: Stage, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float
+    harness: Harness, without_jitter: None, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     """Otherwise a server that fails at once would use up all retries of a job at once."""
     monkeypatch.setattr(infer, "retry_backoff", factor)
@@ -181,39 +183,39 @@ def _bad_answer(message: str) -> Outcome:
     return Outcome(OutcomeKind.RETRY, code="bad_answer", message=message)
 
 
-def _second_reason(stage: Stage, first: Outcome, second: Outcome) -> Reason:
+def _second_reason(harness: Harness, first: Outcome, second: Outcome) -> Reason:
     """Return the reason with which the second run of a job ends."""
-    stage.register()
-    stage.submit()
-    active = stage.start()
-    end_in_order(stage.dispatcher, active, decided(stage.dispatcher, active, first))
-    stage.later(60_000)
-    promote_due_jobs(stage.dispatcher)
-    decision = decided(stage.dispatcher, stage.start(), second)
+    harness.register()
+    harness.submit()
+    active = harness.start()
+    end_in_order(harness.dispatcher, active, decided(harness.dispatcher, active, first))
+    harness.later(60_000)
+    promote_due_jobs(harness.dispatcher)
+    decision = decided(harness.dispatcher, harness.start(), second)
     assert ("twice" in decision.error.message) is (decision.reason is Reason.RETRIES_EXHAUSTED)
     return decision.reason
 
 
 @pytest.mark.parametrize("character", [7, 1234])
-def test_the_same_unreadable_answer_twice_makes_a_job_dead(stage: Stage, character: int) -> None:
+def test_the_same_unreadable_answer_twice_makes_a_job_dead(harness: Harness, character: int) -> None:
     first, second = _bad_answer("NaN at character 7"), _bad_answer(f"NaN at character {character}")
-    assert _second_reason(stage, first, second) is Reason.RETRIES_EXHAUSTED
+    assert _second_reason(harness, first, second) is Reason.RETRIES_EXHAUSTED
 
 
 @pytest.mark.parametrize("first", [_bad_answer("an HTML page"), FAULT, Outcome(OutcomeKind.RETRY, code="bad_answer")])
-def test_another_answer_before_it_does_not_count(stage: Stage, first: Outcome) -> None:
-    assert _second_reason(stage, first, _bad_answer("no")) is Reason.SERVER_ERROR
+def test_another_answer_before_it_does_not_count(harness: Harness, first: Outcome) -> None:
+    assert _second_reason(harness, first, _bad_answer("no")) is Reason.SERVER_ERROR
 
 
 @pytest.mark.parametrize(
     ("code", "second"), [("stream_unended", Reason.RETRIES_EXHAUSTED), ("stream_cut", Reason.SERVER_ERROR)]
 )
 def test_the_second_stream_without_an_end_makes_a_job_dead_and_a_second_cut_does_not(
-    stage: Stage, code: str, second: Reason
+    harness: Harness, code: str, second: Reason
 ) -> None:
     outcomes = [Outcome(OutcomeKind.RETRY, code=code, message=f"the last event was {end}") for end in ("a", "b")]
-    assert _second_reason(stage, *outcomes) is second
+    assert _second_reason(harness, *outcomes) is second
 
 
-def test_a_readable_error_is_retried_although_it_is_the_same(stage: Stage) -> None:
-    assert _second_reason(stage, FAULT, FAULT) is Reason.SERVER_ERROR
+def test_a_readable_error_is_retried_although_it_is_the_same(harness: Harness) -> None:
+    assert _second_reason(harness, FAULT, FAULT) is Reason.SERVER_ERROR

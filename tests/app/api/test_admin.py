@@ -23,7 +23,7 @@ def test_a_registered_server_runs_the_jobs_that_wait(api: Api) -> None:
     api.model()
     job_id = api.submitted()
     assert api.register().status_code == 201
-    assert [offer.job_id for offer in api.heard.offers] == [job_id]
+    assert [offer.job_id for offer in api.notifications.offers] == [job_id]
 
 
 def test_registering_again_changes_it(api: Api) -> None:
@@ -53,10 +53,10 @@ def test_draining_and_paused_servers_get_nothing_new_and_online_ones_do_again(ap
     for state in ("draining", "paused"):
         api.client.patch("/admin/servers/gpu1", json={"state": state})
         job_id = api.submitted()
-        assert job_id not in [offer.job_id for offer in api.heard.offers]
-    assert api.heard.offers == []
+        assert job_id not in [offer.job_id for offer in api.notifications.offers]
+    assert api.notifications.offers == []
     api.client.patch("/admin/servers/gpu1", json={"state": "online"})
-    assert len(api.heard.offers) == 1
+    assert len(api.notifications.offers) == 1
 
 
 def test_servers_and_their_slots_are_listed(api: Api) -> None:

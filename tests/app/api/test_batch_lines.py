@@ -31,7 +31,7 @@ def promote(api: Api) -> None:
 
 def complete(api: Api, result: str) -> str:
     """Run the job that was offered first, and return its id."""
-    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.notifications.offers.pop(0), "a-worker")
     assert task is not None
     end_run_with(api.dispatcher, task, Reason.FINISHED, result=result)
     return task.run.job.id
@@ -280,12 +280,12 @@ def test_nothing_of_an_all_or_none_batch_runs_before_its_close(api: Api) -> None
     batch = create(api, on_error="refuse")
     sent(api, batch, [CAT] * 2)
     drive(api)
-    assert shown(api, batch)["by_state"] == {"delayed": 2} and api.heard.offers == []
+    assert shown(api, batch)["by_state"] == {"delayed": 2} and api.notifications.offers == []
     explained = api.client.get(f"/queue/jobs/{line_job_id(batch, 0)}/explain").json
     assert explained["waits_for"][0]["code"] == "held"
     assert close(api, batch, 2).status_code == 200
     promote(api)
-    assert shown(api, batch)["by_state"] == {"queued": 2} and len(api.heard.offers) == 1
+    assert shown(api, batch)["by_state"] == {"queued": 2} and len(api.notifications.offers) == 1
 
 
 def test_one_bad_line_of_an_all_or_none_batch_stops_all(api: Api) -> None:
@@ -294,7 +294,7 @@ def test_one_bad_line_of_an_all_or_none_batch_stops_all(api: Api) -> None:
     sent(api, batch, [CAT, CAT | {"not_before": 60}])
     view = close(api, batch, 2).json
     assert (view["status"], view["by_state"], view["refused"]) == ("ended", {"canceled": 1}, 1)
-    assert api.heard.offers == []
+    assert api.notifications.offers == []
     assert api.client.get(f"/batches/{batch}/errors").json["errors"][0]["field"] == "not_before"
 
 
@@ -400,7 +400,7 @@ def test_a_revived_job_of_an_ended_batch_runs_although_the_batch_was_paused(api:
     assert api.client.put("/admin/model-configs/zimg", json={"max_retries": 0}).status_code == 200
     batch = create(api)
     sent(api, batch, [CAT])
-    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.notifications.offers.pop(0), "a-worker")
     assert task is not None
     api.client.post(f"/batches/{batch}/pause")
     close(api, batch, 1)

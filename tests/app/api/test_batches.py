@@ -67,7 +67,7 @@ def test_batches_are_listed_page_by_page_the_newest_first(api: Api) -> None:
 def test_a_batch_is_canceled_as_a_whole(api: Api) -> None:
     api.register()
     sent = _submit(api)
-    offer = api.heard.offers[0]
+    offer = api.notifications.offers[0]
     assert begin_run(api.dispatcher, offer, "a-worker") is not None
     answer = api.client.post(f"/queue/batches/{sent['batch']}/cancel")
     assert answer.json == {"batch": sent["batch"], "canceled": 2, "canceling": 1, "remaining": 0}
@@ -95,7 +95,7 @@ def test_a_waiting_job_of_a_canceled_batch_is_in_no_queue_and_its_end_is_notifie
     api.register()
     sent = _submit(api)
     api.client.post(f"/queue/batches/{sent['batch']}/cancel")
-    assert [end.job.id for end in api.heard.ends] == [job["job_id"] for job in sent["jobs"]]
+    assert [end.job.id for end in api.notifications.ends] == [job["job_id"] for job in sent["jobs"]]
     assert api.dispatcher.queues.offer_all("zimg") == []
     entries = audit.find_entries(api.database, AuditFilter(act="batch.cancel"))
     assert [entry.data["batch"] for entry in entries] == [sent["batch"]]

@@ -22,9 +22,9 @@ def _server(api: Api, name: str = "gpu1") -> dict[str, Any]:
 def test_a_job_runs_only_where_its_constraints_are_met(api: Api) -> None:
     api.register(server="gpu1", attributes={"gpu": "A100", "memory": 24, "region": "eu"})
     job_id = api.submitted(constraints=GPUS)
-    assert api.heard.offers == []
+    assert api.notifications.offers == []
     api.register(server="gpu2", attributes={"gpu": "A100", "memory": 80, "region": "eu"})
-    assert [(offer.job_id, offer.server) for offer in api.heard.offers] == [(job_id, "gpu2")]
+    assert [(offer.job_id, offer.server) for offer in api.notifications.offers] == [(job_id, "gpu2")]
 
 
 def test_constraints_are_shown_again(api: Api) -> None:
@@ -149,14 +149,14 @@ def test_a_version_is_compared_with_that_of_the_jobs_own_model(api: Api) -> None
     api.register(model="flux", slots=4)
     asked = [("zimg", "2.1"), ("zimg", "none"), ("flux", "2.1"), ("flux", "none")]
     ids = [api.submitted(model=model, constraints={"model_version": version}) for model, version in asked]
-    assert [offer.job_id for offer in api.heard.offers] == [ids[0], ids[3]]
+    assert [offer.job_id for offer in api.notifications.offers] == [ids[0], ids[3]]
 
 
 def test_a_model_with_an_odd_name_declares_a_version_too(api: Api) -> None:
     name = "org/m-7b.v%1+x@y:z".replace("%", "")
     api.register(model=name, model_version="1.0")
     job_id = api.submitted(model=name, constraints={"model_version": "1.0"})
-    assert [offer.job_id for offer in api.heard.offers] == [job_id]
+    assert [offer.job_id for offer in api.notifications.offers] == [job_id]
 
 
 @pytest.mark.parametrize(

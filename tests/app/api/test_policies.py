@@ -214,11 +214,11 @@ def test_limits_of_tenants_change_while_it_runs(api: Api) -> None:
     api.model(tenant_slots=1)
     for _ in range(3):
         api.submitted()
-    assert len(api.heard.offers) == 1
+    assert len(api.notifications.offers) == 1
     api.model(tenant_slots=1, tenant_slot_limits={"default": 2})
-    assert len(api.heard.offers) == 2
+    assert len(api.notifications.offers) == 2
     api.model()
-    assert len(api.heard.offers) == 3
+    assert len(api.notifications.offers) == 3
 
 
 # body, field, a word of the reason

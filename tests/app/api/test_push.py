@@ -44,7 +44,7 @@ def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: ActiveRun) ->
     job = api.job(task.run.job.id)
     assert (answer.status_code, answer.json["status"]) == (200, "completed")
     assert (job.state, job.result) == (State.COMPLETED, '{"url":"https://cdn.example/1.png"}')
-    assert api.heard.offers[-1].job_id == waiting
+    assert api.notifications.offers[-1].job_id == waiting
 
 
 def test_the_token_may_come_in_its_own_header(api: Api, task: ActiveRun) -> None:
@@ -61,7 +61,7 @@ def test_the_same_push_again_changes_nothing(api: Api, task: ActiveRun) -> None:
     assert first.json == again.json == other.json
     assert (again.status_code, other.status_code) == (200, 200)
     assert api.job(task.run.job.id) == after
-    assert len(api.heard.ends) == 1
+    assert len(api.notifications.ends) == 1
 
 
 def test_a_push_without_a_final_status_is_ignored(api: Api, task: ActiveRun) -> None:
@@ -92,7 +92,7 @@ def test_a_pushed_failure_is_notified_once(api: Api) -> None:
     task = api.started()
     _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
     assert api.job(task.run.job.id).state is State.DEAD
-    assert [moved.to for moved in api.heard.ends] == [State.DEAD]
+    assert [moved.to for moved in api.notifications.ends] == [State.DEAD]
 
 
 def test_a_push_from_a_removed_server_is_ignored(api: Api, task: ActiveRun) -> None:
@@ -354,4 +354,4 @@ def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: Active
     assert quarantine.find(api.database, job_id, task.run.attempt) is not None, "the server still runs the job"
     assert _push(api, job_id, _token(task)).json["status"] == "canceled"
     assert quarantine.find(api.database, job_id, task.run.attempt) is None
-    assert api.heard.offers[-1].job_id == waiting
+    assert api.notifications.offers[-1].job_id == waiting

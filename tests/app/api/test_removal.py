@@ -83,7 +83,7 @@ def test_a_server_of_many_models_has_a_description_for_each_model(api: Api) -> N
     versions = {model: found.find_description("gpu1", model) for model in ("zimg", "flux", "llm")}
     assert versions["zimg"] is None and len(set(versions.values())) == 3
     ids = [api.submitted(model=model) for model in ("llm", "zimg", "flux")]
-    offered = [offer.job_id for offer in api.heard.offers]
+    offered = [offer.job_id for offer in api.notifications.offers]
     assert offered == ids[:2], "two slots for all of them"
     api.client.delete("/admin/models/llm?drain=true")
     assert api.client.delete("/admin/models/flux").status_code == 409

@@ -24,7 +24,7 @@ def _set(api: Api, path: str, state: str, reason: str | None = None, **more: Any
 
 
 def _offered(api: Api) -> list[str]:
-    return [offer.job_id for offer in api.heard.offers]
+    return [offer.job_id for offer in api.notifications.offers]
 
 
 def _servers(api: Api) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def _broken(api: TimedApi) -> str:
     for _ in range(3):
         api.submitted()
         api.run(1_000, Reason.SERVER_ERROR)
-    api.heard.offers.clear()
+    api.notifications.offers.clear()
     return api.submitted()
 
 
@@ -98,7 +98,7 @@ def test_a_reset_ends_the_cooldown_of_slots_that_were_busy(timed_api: TimedApi) 
     for _ in range(3):
         api.run(0, Reason.SERVER_BUSY)
         api.client.post("/admin/servers/gpu1/reset")
-        assert _servers(api)[0]["status"]["cooling"] == 0 and len(api.heard.offers) == 1
+        assert _servers(api)[0]["status"]["cooling"] == 0 and len(api.notifications.offers) == 1
     api.run(0, Reason.SERVER_BUSY)
     rested = read_servers(api.dispatcher.slots, "zimg")["gpu1"].cooldown_until_ms
     assert rested - api.now == api.dispatcher.settings.busy_cooldown_ms, "the reset clears the count of busy answers"
@@ -117,7 +117,7 @@ def test_a_quarantined_slot_is_listed_with_its_job_and_reason(timed_api: TimedAp
     api = timed_api
     api.register()
     job_id = api.submitted()
-    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.notifications.offers.pop(0), "a-worker")
     assert task is not None and _servers(api)[0]["quarantined"] == []
     end_run_with(
         api.dispatcher,
@@ -136,7 +136,7 @@ def test_a_run_ends_normally_on_a_stopped_server(timed_api: TimedApi, state: str
     api = timed_api
     api.register()
     running, waiting = api.submitted(), api.submitted()
-    task = begin_run(api.dispatcher, api.heard.offers.pop(0), "a-worker")
+    task = begin_run(api.dispatcher, api.notifications.offers.pop(0), "a-worker")
     assert task is not None and task.run.job.id == running
     _set(api, "servers/gpu1", state)
     assert api.dispatcher.leases.renew("zimg", "a-worker", [task.lease])[0] == "renewed"

@@ -68,7 +68,7 @@ def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> 
 def test_a_job_that_is_offered_at_once_has_no_position(api: Api) -> None:
     api.register(slots=1)
     first, second = api.submit(), api.submit()
-    assert [offer.job_id for offer in api.heard.offers] == [first.json["job_id"]]
+    assert [offer.job_id for offer in api.notifications.offers] == [first.json["job_id"]]
     assert (first.json["position"], second.json["position"]) == (None, 1)
 
 

@@ -20,97 +20,99 @@ from slotkeeper.registry.usage import (
     read_usage,
 )
 from tests.support.api import Api
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 KEYED = pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
 
 
-def _count(stage: Stage) -> None:
-    while EventCounter(stage.database).count_new_events():
+def _count(harness: Harness) -> None:
+    while EventCounter(harness.database).count_new_events():
         pass
 
 
-def _run(stage: Stage, ms: int, kind: OutcomeKind = OutcomeKind.DONE, **fields: object) -> None:
-    stage.submit(**fields)
-    run = stage.start()
-    stage.later(ms)
-    stage.settle(run, kind)
+def _run(harness: Harness, ms: int, kind: OutcomeKind = OutcomeKind.DONE, **fields: object) -> None:
+    harness.submit(**fields)
+    run = harness.start()
+    harness.later(ms)
+    harness.settle(run, kind)
 
 
-def test_a_run_counts_once_on_the_day_of_its_end_also_if_it_failed(stage: Stage) -> None:
-    stage.register(1, max_retries=0)
-    _run(stage, 2_000, tenant="acme")
-    _run(stage, 500, OutcomeKind.FAILED, tenant="acme")
-    _count(stage)
-    _run(stage, 1_000, OutcomeKind.RETRY, tenant="acme")
-    _run(stage, 3, OutcomeKind.BUSY, tenant="acme")
-    day = stage.now // DAY_MS
-    stage.later(DAY_MS)
-    _count(stage)
-    _count(stage)
-    used = read_usage(stage.database, "acme", 0, 1 << 20)
+def test_a_run_counts_once_on_the_day_of_its_end_also_if_it_failed(harness: Harness) -> None:
+    harness.register(1, max_retries=0)
+    _run(harness, 2_000, tenant="acme")
+    _run(harness, 500, OutcomeKind.FAILED, tenant="acme")
+    _count(harness)
+    _run(harness, 1_000, OutcomeKind.RETRY, tenant="acme")
+    _run(harness, 3, OutcomeKind.BUSY, tenant="acme")
+    day = harness.now // DAY_MS
+    harness.later(DAY_MS)
+    _count(harness)
+    _count(harness)
+    used = read_usage(harness.database, "acme", 0, 1 << 20)
     assert used == {UsageKey("acme", day, "zimg"): Usage(slot_ms=3_503, runs=3, accepted=4, completed=1, ended=2)}
-    assert read_usage(stage.database, "other", 0, 1 << 20) == {}
+    assert read_usage(harness.database, "other", 0, 1 << 20) == {}
 
 
-def test_another_process_counts_nothing_twice(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage.register(1)
-    _run(stage, 100)
-    late = EventCounter(stage.database)
+def test_another_process_counts_nothing_twice(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.register(1)
+    _run(harness, 100)
+    late = EventCounter(harness.database)
     monkeypatch.setattr(late, "_position", lambda: 0)
-    _count(stage)
-    before = read_usage(stage.database, "default", 0, 1 << 20)
+    _count(harness)
+    before = read_usage(harness.database, "default", 0, 1 << 20)
     assert late.count_new_events() == 0
-    assert read_usage(stage.database, "default", 0, 1 << 20) == before
+    assert read_usage(harness.database, "default", 0, 1 << 20) == before
 
 
 @pytest.mark.parametrize("word, ends_ms", [("day", lambda now: now - now % DAY_MS + DAY_MS), ("month", month_end_ms)])
-def test_a_tenant_that_has_used_its_slot_time_submits_again_when_the_time_is_over(stage: Stage, word, ends_ms) -> None:
-    stage.register(1)
-    acme = stage.limited("acme", **{f"slot_s_per_{word}": 2})
-    _run(stage, 1_900, tenant="acme")
-    _count(stage)
-    (receipt,) = stage.dispatcher.submit([stage.a(tenant="acme")], acme)
+def test_a_tenant_that_has_used_its_slot_time_submits_again_when_the_time_is_over(
+    harness: Harness, word, ends_ms
+) -> None:
+    harness.register(1)
+    acme = harness.limited("acme", **{f"slot_s_per_{word}": 2})
+    _run(harness, 1_900, tenant="acme")
+    _count(harness)
+    (receipt,) = harness.dispatcher.submit([harness.a(tenant="acme")], acme)
     (left,) = receipt.rates
     assert (left.name, left.quota, left.left, left.unit) == (f"slot-seconds-{word}", 2, 1, "slot-seconds")
-    run = stage.start()
-    stage.later(100)
-    stage.settle(run)
-    _count(stage)
+    run = harness.start()
+    harness.later(100)
+    harness.settle(run)
+    _count(harness)
     with pytest.raises(TooManyRequests, match=f"has used 2 seconds of slots this {word}") as refused:
-        stage.submit(tenant="acme")
+        harness.submit(tenant="acme")
     assert refused.value.facts["limit"] == f"slot_s_per_{word}"
     assert [rate.left for rate in refused.value.rates] == [0]
-    stage.submit(tenant="other")
-    ends = ends_ms(stage.now)
-    assert stage.now + refused.value.retry_after_s * 1000 == pytest.approx(ends, abs=1000)
-    stage.set_clock(ends)
-    stage.submit(tenant="acme")
+    harness.submit(tenant="other")
+    ends = ends_ms(harness.now)
+    assert harness.now + refused.value.retry_after_s * 1000 == pytest.approx(ends, abs=1000)
+    harness.set_clock(ends)
+    harness.submit(tenant="acme")
 
 
-def test_slot_times_are_read_at_most_every_five_seconds(stage: Stage) -> None:
-    stage.register(1)
+def test_slot_times_are_read_at_most_every_five_seconds(harness: Harness) -> None:
+    harness.register(1)
     now = [0.0]
-    times = SlotTimes(stage.database, clock=lambda: now[0])
-    assert times.of("default", stage.now) == (0, 0)
-    _run(stage, 100)
-    _count(stage)
-    assert times.of("default", stage.now) == (0, 0)
+    times = SlotTimes(harness.database, clock=lambda: now[0])
+    assert times.of("default", harness.now) == (0, 0)
+    _run(harness, 100)
+    _count(harness)
+    assert times.of("default", harness.now) == (0, 0)
     now[0] = 5.0
-    assert times.of("default", stage.now) == (100, 100)
-    stage.database.close()
+    assert times.of("default", harness.now) == (100, 100)
+    harness.database.close()
     now[0] = 10.0
-    assert times.of("default", stage.now) == (100, 100)
+    assert times.of("default", harness.now) == (100, 100)
 
 
-def test_old_days_are_deleted(stage: Stage) -> None:
-    stage.register(1)
-    _run(stage, 100)
-    _count(stage)
-    delete_old_days(stage.database, stage.now + 400 * DAY_MS)
-    assert read_usage(stage.database, "default", 0, 1 << 20) != {}
-    delete_old_days(stage.database, stage.now + 401 * DAY_MS)
-    assert read_usage(stage.database, "default", 0, 1 << 20) == {}
+def test_old_days_are_deleted(harness: Harness) -> None:
+    harness.register(1)
+    _run(harness, 100)
+    _count(harness)
+    delete_old_days(harness.database, harness.now + 400 * DAY_MS)
+    assert read_usage(harness.database, "default", 0, 1 << 20) != {}
+    delete_old_days(harness.database, harness.now + 401 * DAY_MS)
+    assert read_usage(harness.database, "default", 0, 1 << 20) == {}
 
 
 @KEYED

@@ -17,7 +17,7 @@ from routing.queue.presence import NodeState, Presence
 from slotkeeper import signatures
 from slotkeeper.errors import DatabaseUnavailable
 from slotkeeper.registry.nodes import Grant, Nodes
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 _DECLARATION = orjson.dumps({"models": {"zimg": {}}, "slots": 1})
 
@@ -25,26 +25,28 @@ _DECLARATION = orjson.dumps({"models": {"zimg": {}}, "slots": 1})
 class Gateway:
     """A gateway without sockets, and the nodes that have enrolled."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage, self.nodes = stage, Nodes(stage.catalog, '{"mode": "async"}')
-        self.presence = Presence(stage.dispatcher.slots.scripts)
-        stage.catalog.configure("zimg", {"node_pools": ["homes"], "node_patience": 100.0}, stage.now)
-        self.set_clock(stage.now)
+    def __init__(self, harness: Harness) -> None:
+        self.harness, self.nodes = harness, Nodes(harness.catalog, '{"mode": "async"}')
+        self.presence = Presence(harness.dispatcher.slots.scripts)
+        harness.catalog.configure("zimg", {"node_pools": ["homes"], "node_patience": 100.0}, harness.now)
+        self.set_clock(harness.now)
         self.connections = self.another("g1")
 
     def set_clock(self, now_ms: int) -> None:
-        self.stage.set_clock(now_ms)
-        self.stage.redis.set("clock:{test:nodes}", now_ms)
+        self.harness.set_clock(now_ms)
+        self.harness.redis.set("clock:{test:nodes}", now_ms)
 
     def another(self, name: str) -> Connections:
-        return Connections(name, f"http://{name}:1", self.stage.dispatcher, self.nodes, self.presence)
+        return Connections(name, f"http://{name}:1", self.harness.dispatcher, self.nodes, self.presence)
 
     def enroll(self, name: str) -> str:
-        token = self.nodes.make_token(Grant(owner="acme", pool="homes"), "ops", self.stage.now, self.stage.now + 10)[1]
+        token = self.nodes.make_token(
+            Grant(owner="acme", pool="homes"), "ops", self.harness.now, self.harness.now + 10
+        )[1]
         key = signatures.make_key()
         public = signatures.public_key_of(key)
         proof = signatures.sign(key, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, public))
-        return self.nodes.enroll(token, name, public, proof, self.stage.now).id
+        return self.nodes.enroll(token, name, public, proof, self.harness.now).id
 
     async def connect(self, node: str, instance: str = "i1") -> NodeConnection:
         claim = await self.connections.claim(node, instance, takes_jobs=True, reason="", replaces=False)
@@ -68,8 +70,8 @@ def _run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.fixture
-def gateway(stage: Stage) -> Gateway:
-    return Gateway(stage)
+def gateway(harness: Harness) -> Gateway:
+    return Gateway(harness)
 
 
 def test_nodes_that_connect_together_share_a_transaction_and_each_is_stored(gateway: Gateway) -> None:
@@ -78,10 +80,10 @@ def test_nodes_that_connect_together_share_a_transaction_and_each_is_stored(gate
     async def test() -> None:
         await asyncio.gather(*(gateway.connections.declare(node, _DECLARATION) for node in ids))
 
-    version = gateway.stage.catalog.get_version()
+    version = gateway.harness.catalog.get_version()
     _run(test)
-    assert len(gateway.stage.catalog.read().servers) == 5
-    assert gateway.stage.catalog.get_version() == version + 1
+    assert len(gateway.harness.catalog.read().servers) == 5
+    assert gateway.harness.catalog.get_version() == version + 1
 
 
 def test_each_of_several_nodes_learns_that_nothing_was_stored(
@@ -106,14 +108,14 @@ def test_a_connection_that_ended_is_not_noted_again_by_a_slower_thread(gateway: 
 
     async def test() -> None:
         connection = await gateway.connect(node)
-        assert gateway.stage.room.members("free") == ["attic-slot0"]
+        assert gateway.harness.queue.members("free") == ["attic-slot0"]
         connection.lose()
         await gateway.connections.remove(connection)
         await gateway.connections.show(connection)
 
     _run(test)
     assert gateway.state(node) is NodeState.ABSENT
-    assert gateway.stage.room.members("free") == []
+    assert gateway.harness.queue.members("free") == []
 
 
 def test_a_slower_connection_does_not_replace_a_newer_one(gateway: Gateway) -> None:
@@ -137,8 +139,8 @@ def test_an_emptied_redis_is_repaired_although_the_first_try_fails(
     async def test() -> None:
         await gateway.connect(node)
         await gateway.connections.beat()
-        gateway.stage.lose_redis()
-        gateway.set_clock(gateway.stage.now)
+        gateway.harness.lose_redis()
+        gateway.set_clock(gateway.harness.now)
         note = gateway.presence.note
 
         def fail(*_: Any) -> bool:
@@ -162,7 +164,7 @@ def test_revoked_nodes_and_nodes_that_are_connected_elsewhere_are_named(gateway:
         gone, elsewhere = await gateway.connect(revoked), await gateway.connect(moved)
         await gateway.connections.beat()
         gateway.presence.connect(moved, "i1", "g2", NodeState.CONNECTED)
-        gateway.nodes.revoke("attic", gateway.stage.now)
+        gateway.nodes.revoke("attic", gateway.harness.now)
         result = await gateway.connections.beat()
         assert (result.revoked, result.replaced) == ([gone], [elsewhere])
 
@@ -181,8 +183,8 @@ def test_absence_counts_only_while_the_node_could_have_come_back(
         connection = await gateway.connect(node)
         connection.lose()
         await gateway.connections.remove(connection)
-        gateway.stage.redis.hset(  # long ago, by Redis' own clock
-            gateway.stage.room.keys.nodes(), f"node {node}", f"{connection.number} 1 absent i1 g1 "
+        gateway.harness.redis.hset(  # long ago, by Redis' own clock
+            gateway.harness.queue.keys.nodes(), f"node {node}", f"{connection.number} 1 absent i1 g1 "
         )
         monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
         await gateway.connections.beat()
@@ -201,7 +203,7 @@ def test_absence_counts_only_while_the_node_could_have_come_back(
 def test_the_slots_of_a_node_count_while_it_is_connected(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    dispatcher, node = gateway.stage.dispatcher, gateway.enroll("attic")
+    dispatcher, node = gateway.harness.dispatcher, gateway.enroll("attic")
 
     def count_slots() -> int:
         now_s[0] += 1.1

@@ -18,7 +18,7 @@ from slotkeeper import signatures
 from slotkeeper.registry.nodes import Grant, Nodes
 from slotkeeper.tunnel.frames import FrameType, decode_control, encode_json_frame
 from slotkeeper.tunnel.handshake import Hello
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 _DECLARATION = b'{"models": {"zimg": {}}, "slots": 1}'
 _KEY = signatures.make_key()
@@ -28,14 +28,14 @@ _PUBLIC = signatures.public_key_of(_KEY)
 class Gateway:
     """A gateway with one enrolled node, whose agent the test is."""
 
-    def __init__(self, stage: Stage) -> None:
-        nodes = Nodes(stage.catalog, '{"mode": "async"}')
-        token = nodes.make_token(Grant(owner="acme", pool="homes"), "ops", stage.now, stage.now + 10_000)[1]
+    def __init__(self, harness: Harness) -> None:
+        nodes = Nodes(harness.catalog, '{"mode": "async"}')
+        token = nodes.make_token(Grant(owner="acme", pool="homes"), "ops", harness.now, harness.now + 10_000)[1]
         proof = signatures.sign(_KEY, signatures.ENROLMENT_TYPE, signatures.enrolment_statement(token, _PUBLIC))
-        self.node = nodes.enroll(token, "attic", _PUBLIC, proof, stage.now).id
-        stage.redis.set("clock:{test:nodes}", stage.now)
-        presence = Presence(stage.dispatcher.slots.scripts)
-        self.connections = Connections("g1", "http://127.0.0.1:1", stage.dispatcher, nodes, presence)
+        self.node = nodes.enroll(token, "attic", _PUBLIC, proof, harness.now).id
+        harness.redis.set("clock:{test:nodes}", harness.now)
+        presence = Presence(harness.dispatcher.slots.scripts)
+        self.connections = Connections("g1", "http://127.0.0.1:1", harness.dispatcher, nodes, presence)
         self.side = NodeSide(self.connections, frozenset({"127.0.0.1"}), 10, lambda *_: None)
 
     @asynccontextmanager
@@ -53,10 +53,12 @@ class Gateway:
                 yield websocket
 
 
-def test_a_connection_is_broken_when_its_agent_sends_no_pings(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_broken_when_its_agent_sends_no_pings(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(node_side, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    gateway = Gateway(stage)
+    gateway = Gateway(harness)
 
     async def test() -> None:
         async with gateway.agent() as agent:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.nightly.live_presets.servers import SCENE
-from tests.support.town import Town, started_town
+from tests.support.cluster import Cluster, started_cluster
 
 
 @pytest.fixture(scope="session")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with started_town(tmp_path_factory.mktemp("town")) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with started_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 

@@ -30,7 +30,7 @@ from tests.nightly.live_presets.servers import (
     wait_until_ready,
     wanted,
 )
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(300)]
@@ -110,8 +110,8 @@ class Supervised:
 class Played:
     """A model with one supervised server, and what its scenes ask of it."""
 
-    def __init__(self, town: Town, server: Supervised) -> None:
-        self.town, self.server = town, server
+    def __init__(self, cluster: Cluster, server: Supervised) -> None:
+        self.cluster, self.server = cluster, server
         self.model = f"scene-{server.live}-{time.time_ns():x}"
         config: dict[str, Any] = {
             "preset": server.live.preset,
@@ -130,15 +130,15 @@ class Played:
             config["poll_interval"] = 0.2
         self.configure(config)
         body = {"model": self.model, "server": f"{self.model}-s", "endpoint": server.endpoint, "slots": 1}
-        response = town.api.call("POST", "/admin/register", json=body)
+        response = cluster.api.call("POST", "/admin/register", json=body)
         assert response.ok, response.text
 
     def configure(self, config: dict[str, Any]) -> None:
-        response = self.town.api.call("PUT", f"/admin/model-configs/{self.model}", json=config)
+        response = self.cluster.api.call("PUT", f"/admin/model-configs/{self.model}", json=config)
         assert response.ok, response.text
 
     def submit(self, word: str, sleep: float = 0, **fields: Any) -> str:
-        return self.town.api.submit(self.model, prompt(word, sleep), **fields)
+        return self.cluster.api.submit(self.model, prompt(word, sleep), **fields)
 
     def begun(self, word: str) -> None:
         eventually(lambda: self.server.times("begins", word), f"{word} begins", 60)
@@ -156,7 +156,7 @@ class Played:
         try:
             eventually(lambda: self.server.times("begins", following), "", _IDLE_AFTER_S)
         except AssertionError:
-            explained = self.town.api.call("GET", f"/queue/jobs?model={self.model}").text[:300]
+            explained = self.cluster.api.call("GET", f"/queue/jobs?model={self.model}").text[:300]
             raise AssertionError(f"idle: {following} has not begun {_IDLE_AFTER_S:g} s later: {explained}") from None
 
 
@@ -171,14 +171,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def played(town: Town, server: Supervised) -> Iterator[Played]:
-    town.crew(1)
+def played(cluster: Cluster, server: Supervised) -> Iterator[Played]:
+    cluster.ensure_workers(1)
     server.start()
     server.wait()
-    made = Played(town, server)
+    made = Played(cluster, server)
     yield made
     with suppress(requests.RequestException):
-        town.api.call("DELETE", f"/admin/servers/{made.model}-s?force=true")
+        cluster.api.call("DELETE", f"/admin/servers/{made.model}-s?force=true")
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def note(request: pytest.FixtureRequest, server: Supervised) -> Callable[[str], 
 
 def test_n_a_job_is_completed(played: Played, note: Callable[[str], None]):
     job = played.submit("a cat")
-    shown = played.town.api.ended(job)
+    shown = played.cluster.api.ended(job)
     assert shown["status"] == "completed" and shown["result"] == played.server.live.result
     note("ok")
 
@@ -204,11 +204,11 @@ def test_n_a_job_is_completed(played: Played, note: Callable[[str], None]):
 def test_c_the_slot_of_a_canceled_run_is_used_again_soon(played: Played, note: Callable[[str], None]):
     job = played.submit("canceled", LONG_S)
     played.begun("canceled")
-    assert played.town.api.call("POST", f"/queue/jobs/{job}/cancel").ok
+    assert played.cluster.api.call("POST", f"/queue/jobs/{job}/cancel").ok
     following = played.submit("after cancel")
-    played.town.until(job, "canceled", 20)
+    played.cluster.until(job, "canceled", 20)
     took = played.freed_within("canceled", "after cancel")
-    played.town.until(following, "completed", 20)
+    played.cluster.until(following, "completed", 20)
     note(f"ok {took:.1f} s")
 
 
@@ -216,15 +216,15 @@ def test_d_the_slot_of_a_run_whose_time_is_over_is_used_again_soon(played: Playe
     job = played.submit("late", LONG_S, ttl=2)
     played.begun("late")
     following = played.submit("after late")
-    played.town.until(job, "expired", 20)
+    played.cluster.until(job, "expired", 20)
     took = played.freed_within("late", "after late")
-    played.town.until(following, "completed", 20)
+    played.cluster.until(following, "completed", 20)
     note(f"ok {took:.1f} s")
 
 
 def test_f_the_servers_words_are_kept_in_the_error(played: Played, note: Callable[[str], None]):
     job = played.submit("boom")
-    row = played.town.until(job, "dead", 30)
+    row = played.cluster.until(job, "dead", 30)
     message = row.error_message or ""
     assert message and not re.fullmatch(r"the server answered \d+\W*", message), f"no words of the server: {message!r}"
     note(f"ok: {message[:60]}")
@@ -234,7 +234,7 @@ def test_h_a_restart_under_load_ends_every_job_once(played: Played, note: Callab
     jobs = [played.submit(f"load {n}", 0.3) for n in range(12)]
     played.begun("load 3")
     played.server.kill()
-    rows = [played.town.until(job, "completed", 60) for job in jobs]
+    rows = [played.cluster.until(job, "completed", 60) for job in jobs]
     assert sum(row.failures for row in rows) == 0, f"wrong charge: {[row.failures for row in rows]} retries"
     assert sum(row.crashes for row in rows) <= 1, f"wrong charge: {[row.crashes for row in rows]} crashes"
     note(f"ok, {sum(row.crashes for row in rows)} crash")
@@ -243,10 +243,10 @@ def test_h_a_restart_under_load_ends_every_job_once(played: Played, note: Callab
 def test_r_an_orderly_restart_of_the_worker_runs_nothing_twice_at_once(played: Played, note: Callable[[str], None]):
     job = played.submit("restart", LONG_S)
     played.begun("restart")
-    (worker,) = played.town.crew(1)
+    (worker,) = played.cluster.ensure_workers(1)
     worker.stop()
-    played.town.crew(1)
-    row = played.town.until(job, "completed", 150)
+    played.cluster.ensure_workers(1)
+    row = played.cluster.until(job, "completed", 150)
     happened = [what for _, what, word in played.server.lines() if word == "restart"]
     assert happened == ["begins", "ends"] * (len(happened) // 2), f"two at once: {played.server.lines()}"
     assert (row.failures, row.crashes) == (0, 0), f"wrong charge: {row.failures} retries, {row.crashes} crashes"
@@ -257,7 +257,7 @@ def test_s_a_server_that_starts_under_waiting_jobs_costs_them_nothing(played: Pl
     played.server.halt()
     jobs = [played.submit(f"wait {n}") for n in range(40)]
     played.server.start()
-    rows = [played.town.until(job, "completed", 90) for job in jobs]
+    rows = [played.cluster.until(job, "completed", 90) for job in jobs]
     charged = [(row.failures, row.crashes) for row in rows if row.failures or row.crashes]
     assert not charged, f"wrong charge: {charged}"
     note("ok")
@@ -267,12 +267,12 @@ def test_x_a_job_that_kills_its_server_is_dead_after_three_kills(played: Played,
     before = len(played.server.times("begins", "die"))
     job = played.submit("die")
     began = time.monotonic()
-    row = played.town.until(job, "dead", 120)
+    row = played.cluster.until(job, "dead", 120)
     took = time.monotonic() - began
     killed = len(played.server.times("begins", "die")) - before
     assert (row.failures, row.crashes, killed) == (0, 3, 3), (
         f"wrong charge: {row.failures} retries, {row.crashes} crashes, {killed} kills: {row.error_message}"
     )
     following = played.submit("after poison")
-    played.town.until(following, "completed", 60)
+    played.cluster.until(following, "completed", 60)
     note(f"ok {took:.0f} s")

@@ -17,7 +17,7 @@ import requests
 
 from slotkeeper.jobs.values import Job
 from tests.nightly.live_presets.servers import LLAMA_CONTEXT, Live, chat, installed, prompt, started, wanted
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.live_servers, pytest.mark.timeout(600)]
@@ -80,38 +80,38 @@ def _live(preset: str, package: str) -> Live:
     return next(live for live in wanted() if (live.preset, live.package) == (preset, package))
 
 
-def _register(town: Town, model: str, url: str, config: dict[str, Any]) -> None:
-    response = town.api.call("PUT", f"/admin/model-configs/{model}", json=config)
+def _register(cluster: Cluster, model: str, url: str, config: dict[str, Any]) -> None:
+    response = cluster.api.call("PUT", f"/admin/model-configs/{model}", json=config)
     assert response.ok, response.text
     body = {"model": model, "server": f"{model}-server", "endpoint": url, "slots": 1}
-    response = town.api.call("POST", "/admin/register", json=body)
+    response = cluster.api.call("POST", "/admin/register", json=body)
     assert response.ok, response.text
 
 
-def _remove(town: Town, model: str) -> None:
+def _remove(cluster: Cluster, model: str) -> None:
     with suppress(requests.RequestException):
-        town.api.call("DELETE", f"/admin/servers/{model}-server?force=true")
+        cluster.api.call("DELETE", f"/admin/servers/{model}-server?force=true")
 
 
-def _killed_under(town: Town, job: str, is_under_way: Callable[[], Any]) -> None:
+def _killed_under(cluster: Cluster, job: str, is_under_way: Callable[[], Any]) -> None:
     """The only worker dies while the job runs at its server; another takes over."""
-    (worker,) = town.crew(1)
+    (worker,) = cluster.ensure_workers(1)
     eventually(is_under_way, f"{job} runs at its server", 60)
     worker.kill()
-    town.hire()
+    cluster.start_worker()
 
 
-def _ended_once(town: Town, model: str, job: str) -> Job:
-    row = town.until(job, "completed", 120)
-    why = town.why(job)
+def _ended_once(cluster: Cluster, model: str, job: str) -> Job:
+    row = cluster.until(job, "completed", 120)
+    why = cluster.why(job)
     assert why.count("finished") == 1 and why[-1] == "finished", why
     assert row.failures == 0, "the death of a worker is no wrong answer"
-    eventually(lambda: town.taken(model) == {}, "its slot is free", 60)
+    eventually(lambda: cluster.taken(model) == {}, "its slot is free", 60)
     return row
 
 
 @pytest.mark.parametrize("case", _wanted_cases(), ids=str)
-def test_a_job_whose_worker_is_killed_under_it_ends_once(town: Town, tmp_path: Path, case: Case):
+def test_a_job_whose_worker_is_killed_under_it_ends_once(cluster: Cluster, tmp_path: Path, case: Case):
     live, gate = _live(case.preset, case.package), tmp_path / "gate"
     runs = Path(f"{gate}.runs")
     model = f"killed-under-{case}"
@@ -119,21 +119,21 @@ def test_a_job_whose_worker_is_killed_under_it_ends_once(town: Town, tmp_path: P
         config = {"preset": case.preset, "poll_interval": 0.2, "max_poll_time": 60}
         if case.description:
             config["description"] = case.description
-        _register(town, model, url + live.path, config)
+        _register(cluster, model, url + live.path, config)
         try:
-            town.crew(1)
-            job = town.api.submit(model, case.payload(str(gate)))
+            cluster.ensure_workers(1)
+            job = cluster.api.submit(model, case.payload(str(gate)))
             resumes = case.runs == 1
-            _killed_under(town, job, lambda: runs.exists() and (town.row(job).remote_id if resumes else True))
-            town.started(job, 2)
+            _killed_under(cluster, job, lambda: runs.exists() and (cluster.row(job).remote_id if resumes else True))
+            cluster.started(job, 2)
             gate.touch()
-            _ended_once(town, model, job)
+            _ended_once(cluster, model, job)
             assert len(runs.read_text().splitlines()) == case.runs
-            shown = town.api.ended(job)
+            shown = cluster.api.ended(job)
             assert case.result is None or shown["result"] == case.result
         finally:
             gate.touch()
-            _remove(town, model)
+            _remove(cluster, model)
 
 
 LLAMA: dict[str, Any] = {"health": {"active": {"metric": "llamacpp:requests_processing"}, "path": "/metrics"}}
@@ -145,16 +145,16 @@ def _endless() -> dict[str, Any]:
 
 
 @pytest.fixture
-def llama(town: Town) -> Iterator[tuple[str, str]]:
+def llama(cluster: Cluster) -> Iterator[tuple[str, str]]:
     """A model of llama.cpp's server, whose slots are counted by its metrics; and where that is."""
     live = _live("openai-chat", "xllamacpp")
     with started(live, installed(live.package)) as url:
         model = f"llama-{time.time_ns():x}"
-        _register(town, model, url + live.path, {"preset": live.preset, "description": LLAMA, "max_poll_time": 120})
+        _register(cluster, model, url + live.path, {"preset": live.preset, "description": LLAMA, "max_poll_time": 120})
         try:
             yield model, url
         finally:
-            _remove(town, model)
+            _remove(cluster, model)
 
 
 def _runs(url: str) -> int:
@@ -170,40 +170,40 @@ needs_llama = pytest.mark.skipif(
 
 @needs_llama
 def test_a_stream_of_llama_cpp_is_forwarded_in_parts_and_the_whole_text_is_the_result(
-    town: Town, llama: tuple[str, str]
+    cluster: Cluster, llama: tuple[str, str]
 ):
     model, _ = llama
-    town.crew(1)
-    job = town.api.submit(model, chat("a cat", max_tokens=3000))
-    with town.api.session.get(f"{town.stack.url}/queue/jobs/{job}/stream", stream=True, timeout=60) as stream:
+    cluster.ensure_workers(1)
+    job = cluster.api.submit(model, chat("a cat", max_tokens=3000))
+    with cluster.api.session.get(f"{cluster.stack.url}/queue/jobs/{job}/stream", stream=True, timeout=60) as stream:
         parts = [line.removeprefix(b"data: ") for line in stream.iter_lines() if line.startswith(b"data: ")]
     texts = [part["text"] for part in map(json.loads, parts) if "text" in part]
-    result = town.api.ended(job)["result"]
+    result = cluster.api.ended(job)["result"]
     assert len(texts) > 1 and "".join(texts) == result["output"]
     assert (result["finish_reason"], len(result["output"])) == ("length", 3000)
 
 
 @needs_llama
-def test_a_canceled_job_of_llama_cpp_ends_there_and_the_next_has_its_slot(town: Town, llama: tuple[str, str]):
+def test_a_canceled_job_of_llama_cpp_ends_there_and_the_next_has_its_slot(cluster: Cluster, llama: tuple[str, str]):
     model, url = llama
-    town.crew(1)
-    job = town.api.submit(model, _endless())
+    cluster.ensure_workers(1)
+    job = cluster.api.submit(model, _endless())
     eventually(lambda: _runs(url) == 1, "it is at it", 60)
-    assert town.api.call("POST", f"/queue/jobs/{job}/cancel").ok
-    assert town.until(job, "canceled").state == "canceled"
+    assert cluster.api.call("POST", f"/queue/jobs/{job}/cancel").ok
+    assert cluster.until(job, "canceled").state == "canceled"
     eventually(lambda: _runs(url) == 0, "it has stopped", 60)
-    following = town.api.submit(model, chat("a cat", max_tokens=8))
-    assert town.api.ended(following)["status"] == "completed"
+    following = cluster.api.submit(model, chat("a cat", max_tokens=8))
+    assert cluster.api.ended(following)["status"] == "completed"
 
 
 @needs_llama
-def test_a_job_of_llama_cpp_whose_worker_is_killed_ends_once(town: Town, llama: tuple[str, str]):
+def test_a_job_of_llama_cpp_whose_worker_is_killed_ends_once(cluster: Cluster, llama: tuple[str, str]):
     """The connection goes with the worker, and its generation with that; the job is run again."""
     model, url = llama
-    town.crew(1)
-    job = town.api.submit(model, chat("a cat", max_tokens=6000))
-    _killed_under(town, job, lambda: _runs(url) == 1)
-    town.started(job, 2)
-    row = _ended_once(town, model, job)
+    cluster.ensure_workers(1)
+    job = cluster.api.submit(model, chat("a cat", max_tokens=6000))
+    _killed_under(cluster, job, lambda: _runs(url) == 1)
+    cluster.started(job, 2)
+    row = _ended_once(cluster, model, job)
     assert row.attempt == 2
-    assert len(town.api.ended(job)["result"]["output"]) == 6000
+    assert len(cluster.api.ended(job)["result"]["output"]) == 6000

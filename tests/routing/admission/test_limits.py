@@ -14,11 +14,11 @@ from slotkeeper.registry.identity import LOCAL_IDENTITY, Identity, Tenant
 from slotkeeper.registry.tenant_limits import INSTALLATION, RateLimit
 from slotkeeper.registry.tenants import Tenants
 from tests.support import limit_of_share
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 
 @pytest.fixture
-def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def trips(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was sent to Redis, an entry for each round trip."""
     sent: list[object] = []
     send = AbstractConnection.send_packed_command
@@ -31,12 +31,12 @@ def trips(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return sent
 
 
-def check(stage: Stage, asked: Sequence[Submission], sender: Identity = LOCAL_IDENTITY) -> None:
+def check(harness: Harness, asked: Sequence[Submission], sender: Identity = LOCAL_IDENTITY) -> None:
     """Apply the limits, and store nothing."""
-    dispatcher = stage.dispatcher
+    dispatcher = harness.dispatcher
     catalog = dispatcher.catalog.get()
-    new = [prepare_job(one, catalog.resolve(one.request.model), lambda url: None, stage.now) for one in asked]
-    dispatcher.admission.check(new, sender, catalog, stage.now)
+    new = [prepare_job(one, catalog.resolve(one.request.model), lambda url: None, harness.now) for one in asked]
+    dispatcher.admission.check(new, sender, catalog, harness.now)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
@@ -48,111 +48,115 @@ def test_limits_stand_in_the_order_of_their_phases():
     assert phases == sorted(phases)
 
 
-def test_a_limit_that_is_added_applies_to_every_submit(stage, monkeypatch):
-    stage.register(1)
+def test_a_limit_that_is_added_applies_to_every_submit(harness, monkeypatch):
+    harness.register(1)
     for n in range(10):
-        stage.submit(tenant=f"t{n}")
-    stage.submit(tenant="t1")
+        harness.submit(tenant=f"t{n}")
+    harness.submit(tenant="t1")
     monkeypatch.setattr(
         submit_limits, "LIMITS", (*submit_limits.LIMITS[:-1], limit_of_share.LIMIT, submit_limits.LIMITS[-1])
     )
-    stage.submit(tenant="t1")
+    harness.submit(tenant="t1")
     with pytest.raises(TooManyRequests, match="Half of the jobs") as refused:
-        stage.submit_all([stage.a(tenant="t1") for _ in range(10)], Identity(Tenant("t1"), None, frozenset()))
+        harness.submit_all([harness.a(tenant="t1") for _ in range(10)], Identity(Tenant("t1"), None, frozenset()))
     assert refused.value.retry_after_s == 5.0
-    stage.submit(tenant="t2")
+    harness.submit(tenant="t2")
 
 
 # -- one round trip --------------------------------------------------------------------------------------------------
 
 
-def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(stage, trips, monkeypatch):
+def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(harness, trips, monkeypatch):
     for model in ("zimg", "flux"):
-        stage.register(1, server=f"{model}-gpu", model=model, capacity=10)
+        harness.register(1, server=f"{model}-gpu", model=model, capacity=10)
     monkeypatch.setattr(
         submit_limits, "LIMITS", (*submit_limits.LIMITS[:-1], limit_of_share.LIMIT, submit_limits.LIMITS[-1])
     )
-    asked = [stage.a("zimg", ttl_s=60.0), stage.a("zimg", constraints={"gpu": "A100"}), stage.a("flux", ttl_s=60.0)]
-    acme = stage.limited("acme", rate_per_s=1, burst=3)
-    check(stage, asked, acme)  # scripts and catalog are known from now on
-    stage.later(60_000)
+    asked = [
+        harness.a("zimg", ttl_s=60.0),
+        harness.a("zimg", constraints={"gpu": "A100"}),
+        harness.a("flux", ttl_s=60.0),
+    ]
+    acme = harness.limited("acme", rate_per_s=1, burst=3)
+    check(harness, asked, acme)  # scripts and catalog are known from now on
+    harness.later(60_000)
     trips.clear()
-    check(stage, asked, acme)
+    check(harness, asked, acme)
     assert len(trips) == 2
     trips.clear()
-    check(stage, asked)
+    check(harness, asked)
     assert len(trips) == 1
 
 
-def test_of_submits_within_a_second_the_first_one_asks_whether_a_far_limit_is_near(stage, trips):
-    stage.register(1, max_waiting=2 * FAR)
-    check(stage, [stage.a()])
+def test_of_submits_within_a_second_the_first_one_asks_whether_a_far_limit_is_near(harness, trips):
+    harness.register(1, max_waiting=2 * FAR)
+    check(harness, [harness.a()])
     for later_ms, expected in ((FRESH_MS, 0), (1, 1), (0, 0)):
-        stage.later(later_ms)
+        harness.later(later_ms)
         trips.clear()
-        check(stage, [stage.a()])
+        check(harness, [harness.a()])
         assert len(trips) == expected
 
 
-def test_local_limits_do_not_call_redis(stage, trips):
-    stage.register(1)
-    check(stage, [stage.a()])
+def test_local_limits_do_not_call_redis(harness, trips):
+    harness.register(1)
+    check(harness, [harness.a()])
     trips.clear()
-    check(stage, [stage.a()])
+    check(harness, [harness.a()])
     assert trips == []
 
 
 # -- which refusal -----------------------------------------------------------------------------------------------------
 
 
-def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(stage):
-    stage.register(1, max_waiting=0)
-    acme = stage.limited("acme", rate_per_s=1, burst=3)
-    stage.submit()
+def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(harness):
+    harness.register(1, max_waiting=0)
+    acme = harness.limited("acme", rate_per_s=1, burst=3)
+    harness.submit()
     for _ in range(5):
         with pytest.raises(TooManyRequests, match="configured to hold 0"):
-            check(stage, [stage.a()], acme)
-    stage.register(1, max_waiting=10)
-    check(stage, [stage.a() for _ in range(3)], acme)
+            check(harness, [harness.a()], acme)
+    harness.register(1, max_waiting=10)
+    check(harness, [harness.a() for _ in range(3)], acme)
     with pytest.raises(TooManyRequests, match="slow down"):
-        check(stage, [stage.a()], acme)
+        check(harness, [harness.a()], acme)
 
 
-def test_only_free_slots_that_can_run_a_model_make_room_for_its_jobs(stage):
-    stage.register(1, server="shared", max_waiting=0)
-    stage.register(1, server="shared", model="flux")
-    stage.register(10, server="large", model="flux")
-    fleet = stage.dispatcher.catalog.get().models["zimg"].fleet
-    stage.redis.set(f"clock:{{{fleet}}}", stage.now)
+def test_only_free_slots_that_can_run_a_model_make_room_for_its_jobs(harness):
+    harness.register(1, server="shared", max_waiting=0)
+    harness.register(1, server="shared", model="flux")
+    harness.register(10, server="large", model="flux")
+    fleet = harness.dispatcher.catalog.get().models["zimg"].fleet
+    harness.redis.set(f"clock:{{{fleet}}}", harness.now)
     with pytest.raises(InvalidJob, match="2 jobs at once exceed the limit"):
-        check(stage, [stage.a(), stage.a()])
-    stage.submit()
+        check(harness, [harness.a(), harness.a()])
+    harness.submit()
     with pytest.raises(TooManyRequests, match="configured to hold 0"):
-        check(stage, [stage.a()])
-    check(stage, [stage.a("flux") for _ in range(10)])
+        check(harness, [harness.a()])
+    check(harness, [harness.a("flux") for _ in range(10)])
 
 
-def test_jobs_of_several_tenants_count_together_where_the_limit_is_of_the_model(stage):
-    stage.register(1, max_waiting=5)
-    stage.submit_all([stage.a() for _ in range(2)])
+def test_jobs_of_several_tenants_count_together_where_the_limit_is_of_the_model(harness):
+    harness.register(1, max_waiting=5)
+    harness.submit_all([harness.a() for _ in range(2)])
     with pytest.raises(InvalidJob, match="20 jobs at once exceed the limit"):
-        check(stage, [stage.a(tenant=f"t{n}") for n in range(20)])
-    check(stage, [stage.a(tenant=f"t{n}") for n in range(4)])
+        check(harness, [harness.a(tenant=f"t{n}") for n in range(20)])
+    check(harness, [harness.a(tenant=f"t{n}") for n in range(4)])
 
 
-def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis(stage, monkeypatch):
+def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis(harness, monkeypatch):
     def refuse(request, context):
         raise InvalidJob("jobs", "never")
 
-    stage.register(1, max_waiting=0)
-    stage.submit()
+    harness.register(1, max_waiting=0)
+    harness.submit()
     never = Limit("never", Phase.READ, refuse)
     monkeypatch.setattr(submit_limits, "LIMITS", (never, *submit_limits.LIMITS))
     with pytest.raises(InvalidJob, match="never"):
-        check(stage, [stage.a()])
+        check(harness, [harness.a()])
     monkeypatch.setattr(submit_limits, "LIMITS", (*submit_limits.LIMITS[1:], never))
     with pytest.raises(TooManyRequests, match="configured to hold 0"):
-        check(stage, [stage.a()])
+        check(harness, [harness.a()])
 
 
 # -- what a tenant may submit --------------------------------------------------------------------------------------
@@ -167,88 +171,88 @@ def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis
         ({"max_payload_bytes": 20}, {"payload": {"prompt": "é" * 10}}, "payload", "may have 20 bytes"),
     ],
 )
-def test_a_tenant_submits_what_it_may(stage, limits, asked, field, remedy):
-    stage.register(1)
-    stage.limited("acme", **limits)
+def test_a_tenant_submits_what_it_may(harness, limits, asked, field, remedy):
+    harness.register(1)
+    harness.limited("acme", **limits)
     with pytest.raises(InvalidJob, match=remedy) as refused:
-        check(stage, [stage.a(), stage.a(tenant="acme", **asked)])
+        check(harness, [harness.a(), harness.a(tenant="acme", **asked)])
     assert (refused.value.field, refused.value.facts["index"]) == (field, 1)
-    check(stage, [stage.a(tenant="other", **asked)])
+    check(harness, [harness.a(tenant="other", **asked)])
 
 
-def test_a_job_runs_in_an_environment_of_its_tenant_and_in_the_first_if_it_names_none(stage):
-    stage.register(1)
-    stage.limited("acme", environments=["testnet", "production"])
-    stage.limited("other")
+def test_a_job_runs_in_an_environment_of_its_tenant_and_in_the_first_if_it_names_none(harness):
+    harness.register(1)
+    harness.limited("acme", environments=["testnet", "production"])
+    harness.limited("other")
     job_of = {
-        name: stage.submit(tenant="acme", **named)
+        name: harness.submit(tenant="acme", **named)
         for name, named in (
             ("none", {}),
             ("production", {"environment": "production"}),
             ("testnet", {"environment": "testnet"}),
         )
     }
-    found = {name: stage.store.get(job_id).constraints for name, job_id in job_of.items()}
+    found = {name: harness.store.get(job_id).constraints for name, job_id in job_of.items()}
     assert found == {"none": "environment=testnet", "production": "", "testnet": "environment=testnet"}
     with pytest.raises(InvalidJob, match="'other' may run in these environments: production;") as refused:
-        stage.submit(tenant="other", environment="testnet")
+        harness.submit(tenant="other", environment="testnet")
     assert refused.value.field == "environment"
     with pytest.raises(InvalidJob, match="these environments: testnet, production"):
-        stage.submit(tenant="acme", environment="canary")
+        harness.submit(tenant="acme", environment="canary")
 
 
-def test_a_changed_default_environment_makes_no_other_request_of_a_repeated_one(stage):
-    stage.register(1)
-    stage.limited("acme", environments=["testnet"])
-    first = stage.submit(tenant="acme", id="one")
-    stage.limited("acme", environments=["production"])
-    assert stage.submit(tenant="acme", id="one") == first
+def test_a_changed_default_environment_makes_no_other_request_of_a_repeated_one(harness):
+    harness.register(1)
+    harness.limited("acme", environments=["testnet"])
+    first = harness.submit(tenant="acme", id="one")
+    harness.limited("acme", environments=["production"])
+    assert harness.submit(tenant="acme", id="one") == first
     with pytest.raises(IdempotencyConflict, match="constraints"):
-        stage.submit(tenant="acme", id="one", constraints={"gpu": "A100"})
+        harness.submit(tenant="acme", id="one", constraints={"gpu": "A100"})
 
 
-def test_limits_of_the_installation_are_those_of_each_tenant_without_its_own(stage):
-    stage.register(1)
-    stage.limited("acme", most_urgent=2)
-    Tenants(stage.store.database).change(INSTALLATION, {"most_urgent": 4}, stage.now)
-    stage.dispatcher.catalog.refresh()
-    check(stage, [stage.a(tenant="acme", priority=2), stage.a(tenant="other", priority=4)])
+def test_limits_of_the_installation_are_those_of_each_tenant_without_its_own(harness):
+    harness.register(1)
+    harness.limited("acme", most_urgent=2)
+    Tenants(harness.store.database).change(INSTALLATION, {"most_urgent": 4}, harness.now)
+    harness.dispatcher.catalog.refresh()
+    check(harness, [harness.a(tenant="acme", priority=2), harness.a(tenant="other", priority=4)])
     with pytest.raises(InvalidJob, match="'other' may use priorities 4 to 9"):
-        check(stage, [stage.a(tenant="other", priority=3)])
+        check(harness, [harness.a(tenant="other", priority=3)])
 
 
-def test_jobs_of_a_tenant_that_wait_are_counted_over_all_models_and_fleets(stage):
+def test_jobs_of_a_tenant_that_wait_are_counted_over_all_models_and_fleets(harness):
     for model in ("zimg", "flux"):
-        stage.register(1, server=f"{model}-gpu", model=model)
-    stage.limited("acme", max_waiting=3)
+        harness.register(1, server=f"{model}-gpu", model=model)
+    harness.limited("acme", max_waiting=3)
     for model in ("zimg", "flux", "zimg", "flux"):  # Two start at once.
-        stage.submit(model, tenant="acme")
-    stage.submit("zimg", tenant="other")
-    check(stage, [stage.a("flux", tenant="acme")])
+        harness.submit(model, tenant="acme")
+    harness.submit("zimg", tenant="other")
+    check(harness, [harness.a("flux", tenant="acme")])
     with pytest.raises(TooManyRequests, match="2 jobs of tenant 'acme' wait, and 3 may"):
-        check(stage, [stage.a("flux", tenant="acme"), stage.a("zimg", tenant="acme")])
+        check(harness, [harness.a("flux", tenant="acme"), harness.a("zimg", tenant="acme")])
     with pytest.raises(InvalidJob, match="split them"):
-        check(stage, [stage.a(tenant="acme") for _ in range(4)])
+        check(harness, [harness.a(tenant="acme") for _ in range(4)])
 
 
-def test_a_rate_of_a_key_and_one_of_a_model_count_beside_that_of_the_tenant(stage):
-    stage.register(1)
+def test_a_rate_of_a_key_and_one_of_a_model_count_beside_that_of_the_tenant(harness):
+    harness.register(1)
     limits = {"rate_per_s": 100, "model_rates": {"zimg": {"rate_per_s": 1, "burst": 3}}}
-    acme = stage.limited("acme", RateLimit(rate_per_s=1, burst=2), **limits)
-    admission, catalog = stage.dispatcher.admission, stage.dispatcher.catalog.get()
-    new = [prepare_job(stage.a(), catalog.resolve("zimg"), lambda url: None, stage.now)]
-    left = admission.check(new, acme, catalog, stage.now)
+    acme = harness.limited("acme", RateLimit(rate_per_s=1, burst=2), **limits)
+    admission, catalog = harness.dispatcher.admission, harness.dispatcher.catalog.get()
+    new = [prepare_job(harness.a(), catalog.resolve("zimg"), lambda url: None, harness.now)]
+    left = admission.check(new, acme, catalog, harness.now)
     assert [(rate.name, rate.quota, rate.left) for rate in left] == [
         ("tenant", 100, 99),
         ("key", 2, 1),
         ("model", 3, 2),
     ]
-    admission.check(new, acme, catalog, stage.now)
+    admission.check(new, acme, catalog, harness.now)
     with pytest.raises(TooManyRequests, match="With key a-key, tenant 'acme' may submit 1 jobs a second") as refused:
-        admission.check(new, acme, catalog, stage.now)
+        admission.check(new, acme, catalog, harness.now)
     assert refused.value.facts["limit"] == "key:a-key" and refused.value.retry_after_s == 1.0
     assert [rate.left for rate in refused.value.rates] == [98, 0, 1], "none has counted it"
-    other = stage.limited("acme", **limits)
-    admission.check(new, other, catalog, stage.now)
+    other = harness.limited("acme", **limits)
+    admission.check(new, other, catalog, harness.now)
     with pytest.raises(TooManyRequests, match="may submit for model 'zimg' 1 jobs a second"):
-        admission.check(new, other, catalog, stage.now)
+        admission.check(new, other, catalog, harness.now)

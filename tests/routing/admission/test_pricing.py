@@ -17,7 +17,7 @@ from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.tenants import Tenants
 from slotkeeper.registry.values import Server
 from tests.support.builders import a_job
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 _FREE_FLUX = Price("flux", "", 0, 60)
 _H100 = Price("zimg", "gpu=H100", 50, 10)
@@ -72,23 +72,23 @@ def test_a_server_that_no_row_fits_costs_nothing_and_of_one_that_is_gone_nothing
 
 
 @pytest.fixture
-def paying(stage: Stage) -> CreditAccounts:
-    stage.register(2, max_retries=0)
-    Tenants(stage.database).add(Tenant("acme"), stage.now)
-    accounts = CreditAccounts(stage.database)
-    accounts.open("acme", 0, None, stage.now)
-    accounts.act("acme", Act("grant", 10_000, "paid", "g"), stage.now)
-    set_prices(stage.database, [_ZIMG], stage.now)
-    stage.dispatcher.catalog.refresh()
+def paying(harness: Harness) -> CreditAccounts:
+    harness.register(2, max_retries=0)
+    Tenants(harness.database).add(Tenant("acme"), harness.now)
+    accounts = CreditAccounts(harness.database)
+    accounts.open("acme", 0, None, harness.now)
+    accounts.act("acme", Act("grant", 10_000, "paid", "g"), harness.now)
+    set_prices(harness.database, [_ZIMG], harness.now)
+    harness.dispatcher.catalog.refresh()
     return accounts
 
 
-def _run(stage: Stage, ms: int, kind: OutcomeKind) -> State:
-    job_id = stage.submit(tenant="acme")
-    run = stage.start()
-    stage.hold(run, ms)
-    stage.settle(run, kind)
-    return stage.state(job_id)
+def _run(harness: Harness, ms: int, kind: OutcomeKind) -> State:
+    job_id = harness.submit(tenant="acme")
+    run = harness.start()
+    harness.hold(run, ms)
+    harness.settle(run, kind)
+    return harness.state(job_id)
 
 
 @pytest.mark.parametrize(
@@ -99,40 +99,40 @@ def _run(stage: Stage, ms: int, kind: OutcomeKind) -> State:
         (OutcomeKind.RETRY, State.DEAD, 0),
     ],
 )
-def test_a_run_is_charged_by_its_measured_time(stage: Stage, paying: CreditAccounts, kind, state, spent) -> None:
-    assert _run(stage, 3000, kind) is state
+def test_a_run_is_charged_by_its_measured_time(harness: Harness, paying: CreditAccounts, kind, state, spent) -> None:
+    assert _run(harness, 3000, kind) is state
     account = paying.get("acme")
     assert (account.available, account.held, account.spent) == (10_000 - spent, 0, spent)
 
 
-def test_a_canceled_run_is_charged_until_its_server_has_stopped_it(stage: Stage, paying: CreditAccounts) -> None:
-    job_id = stage.submit(tenant="acme")
-    run = stage.start()
-    stage.dispatcher.cancel(job_id)
-    stage.hold(run, 2000)
-    stage.settle(run._replace(run=replace(run.run, cancel_requested=True)), OutcomeKind.CANCELED)
-    assert stage.state(job_id) is State.CANCELED and paying.get("acme").spent == 40
+def test_a_canceled_run_is_charged_until_its_server_has_stopped_it(harness: Harness, paying: CreditAccounts) -> None:
+    job_id = harness.submit(tenant="acme")
+    run = harness.start()
+    harness.dispatcher.cancel(job_id)
+    harness.hold(run, 2000)
+    harness.settle(run._replace(run=replace(run.run, cancel_requested=True)), OutcomeKind.CANCELED)
+    assert harness.state(job_id) is State.CANCELED and paying.get("acme").spent == 40
 
 
-def test_an_expired_run_is_charged_until_the_deadline(stage: Stage, paying: CreditAccounts) -> None:
-    stage.submit(tenant="acme", ttl_s=5)
-    run = stage.start()
-    stage.hold(run, 9000)
-    deadlines.expire_deadlines(stage.dispatcher)
+def test_an_expired_run_is_charged_until_the_deadline(harness: Harness, paying: CreditAccounts) -> None:
+    harness.submit(tenant="acme", ttl_s=5)
+    run = harness.start()
+    harness.hold(run, 9000)
+    deadlines.expire_deadlines(harness.dispatcher)
     assert paying.get("acme").spent == 100
 
 
-def test_a_submit_without_credits_is_refused_and_a_free_tenant_is_not(stage: Stage, paying: CreditAccounts) -> None:
-    stage.submit_all([stage.a(tenant="acme") for _ in range(8)])
+def test_a_submit_without_credits_is_refused_and_a_free_tenant_is_not(harness: Harness, paying: CreditAccounts) -> None:
+    harness.submit_all([harness.a(tenant="acme") for _ in range(8)])
     with pytest.raises(InsufficientCredits, match=r"has 0\.0004 credits available, and this needs 0\.0012 reserved"):
-        stage.submit(tenant="acme")
-    assert stage.job(stage.submit(tenant="other")).reserved is None
+        harness.submit(tenant="acme")
+    assert harness.job(harness.submit(tenant="other")).reserved is None
 
 
-def test_prices_and_accounts_are_read_by_change(stage: Stage, paying: CreditAccounts) -> None:
-    catalog = stage.dispatcher.catalog
+def test_prices_and_accounts_are_read_by_change(harness: Harness, paying: CreditAccounts) -> None:
+    catalog = harness.dispatcher.catalog
     assert catalog.get().metered == {"acme"} and list(catalog.get().prices) == [_ZIMG]
-    paying.close("acme", stage.now)
+    paying.close("acme", harness.now)
     assert catalog.refresh().metered == frozenset()
-    set_prices(stage.database, [], stage.now)
+    set_prices(harness.database, [], harness.now)
     assert list(catalog.refresh().prices) == []

@@ -8,7 +8,7 @@ from routing.config import RoutingSettings
 from routing.queue.queues import Queues
 from routing.scripts import make_scripts
 from slotkeeper.redis.keys import Keys
-from tests.support.room import FRAGMENTS, START_MS
+from tests.support.fleet_queue import FRAGMENTS, START_MS
 
 KEY = "test:rate:acme"
 

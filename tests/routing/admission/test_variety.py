@@ -4,15 +4,15 @@ import pytest
 
 from slotkeeper.errors import InvalidJob, TooManyRequests
 from slotkeeper.registry.identity import Identity, Tenant
-from tests.support.stage import SETTINGS, Stage
+from tests.support.harness import SETTINGS, Harness
 
 
 @pytest.fixture
-def narrow(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def narrow(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Harness:
     monkeypatch.setattr(SETTINGS, "most_constraints", 3)
     monkeypatch.setattr(SETTINGS, "most_constraints_of_all", 5)
-    stage.register(1)
-    return stage
+    harness.register(1)
+    return harness
 
 
 def asks(memory: int, tenant: str = "default") -> dict[str, object]:

@@ -3,7 +3,7 @@
 import pytest
 
 from routing.admission.waiting_counts import FAR, FRESH_MS, WaitingCounts
-from tests.support.room import START_MS
+from tests.support.fleet_queue import START_MS
 
 LIMIT = 2 * FAR
 

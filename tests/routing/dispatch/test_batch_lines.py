@@ -16,19 +16,19 @@ from slotkeeper.jobs.batch_ids import line_job_id, line_of, new_batch_id
 from slotkeeper.jobs.batches import Batch, Batches, BatchState, OnError
 from slotkeeper.jobs.tables import batch_errors, jobs
 from slotkeeper.registry.identity import LOCAL_IDENTITY
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 GOOD, BAD = {"payload": {"prompt": "a cat"}}, {"payload": {"prompt": "a cat"}, "priority": 99}
 
 
 @pytest.fixture
-def batches(stage: Stage) -> Batches:
-    stage.register(1)
-    return Batches(stage.database)
+def batches(harness: Harness) -> Batches:
+    harness.register(1)
+    return Batches(harness.database)
 
 
-def a_batch(batches: Batches, stage: Stage, **fields: Any) -> Batch:
-    now = stage.now
+def a_batch(batches: Batches, harness: Harness, **fields: Any) -> Batch:
+    now = harness.now
     new = Batch("default", new_batch_id(), BatchState.OPEN, now, now, head={"model": "zimg"}, **fields)
     return batches.create(new, None, "")[0]
 
@@ -49,10 +49,10 @@ def stored(batches: Batches, batch: Batch) -> tuple[list[int], list[int]]:
 )
 @example(lines=[True, False, True], sends=[(0, 2, False), (2, 1, False), (0, 3, True), (9, 1, False)])
 def test_a_line_is_accepted_once_however_often_it_is_sent(
-    stage: Stage, batches: Batches, lines: list[bool], sends: list[tuple[int, int, bool]]
+    harness: Harness, batches: Batches, lines: list[bool], sends: list[tuple[int, int, bool]]
 ) -> None:
     values = [GOOD if good else BAD for good in lines]
-    first_read = a_batch(batches, stage)
+    first_read = a_batch(batches, harness)
     received = 0
     for first, count, is_stale in sends:
         batch = first_read if is_stale else batches.get("default", first_read.id)
@@ -62,15 +62,15 @@ def test_a_line_is_accepted_once_however_often_it_is_sent(
             continue
         if first > received:
             with pytest.raises(MissingLines) as refused:
-                add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+                add_lines(harness.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
             # A client with an old copy of the batch gets the next line of that copy, and reads the batch again.
             assert refused.value.facts["next_line"] == batch.lines
             continue
         if first > batch.lines:  # What this client has read says that lines are missing.
             with pytest.raises(MissingLines):
-                add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+                add_lines(harness.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
             continue
-        receipt = add_lines(stage.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
+        receipt = add_lines(harness.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
         received = max(received, first + len(part))
         assert receipt.batch.lines == received
         assert receipt.accepted + receipt.refused + receipt.known == len(part)
@@ -89,8 +89,10 @@ def in_threads(acts: list[Callable[[], object]]) -> None:
         thread.join(60)
 
 
-def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(stage: Stage, batches: Batches) -> None:
-    batch = a_batch(batches, stage)
+def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(
+    harness: Harness, batches: Batches
+) -> None:
+    batch = a_batch(batches, harness)
     values = [GOOD if line % 7 else BAD for line in range(120)]
 
     def send(size: int) -> None:
@@ -100,7 +102,7 @@ def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(
             assert known is not None
             with suppress(Conflict):  # Others were faster, three times in a row.
                 chunk = values[at : at + size]
-                at = add_lines(stage.dispatcher, batches, known, at, chunk, LOCAL_IDENTITY).batch.lines
+                at = add_lines(harness.dispatcher, batches, known, at, chunk, LOCAL_IDENTITY).batch.lines
 
     in_threads([lambda size=size: send(size) for size in (5, 7, 11, 13)])  # type: ignore[misc]
     accepted, refused = stored(batches, batch)
@@ -108,20 +110,20 @@ def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(
     assert refused == [line for line in range(120) if not line % 7]
 
 
-def test_lines_that_come_while_a_batch_is_paused_are_held(stage: Stage, batches: Batches) -> None:
-    before = a_batch(batches, stage)
+def test_lines_that_come_while_a_batch_is_paused_are_held(harness: Harness, batches: Batches) -> None:
+    before = a_batch(batches, harness)
     batches.set_paused(before, True, lambda tx, **about: None)
-    add_lines(stage.dispatcher, batches, before, 0, [GOOD], LOCAL_IDENTITY)
-    job = stage.job(line_job_id(before.id, 0))
-    assert (job.state, job.due_ms) == ("delayed", None) and stage.told.offers == []
+    add_lines(harness.dispatcher, batches, before, 0, [GOOD], LOCAL_IDENTITY)
+    job = harness.job(line_job_id(before.id, 0))
+    assert (job.state, job.due_ms) == ("delayed", None) and harness.notifications.offers == []
 
 
-def test_lines_on_hold_do_not_count_as_waiting(stage: Stage, batches: Batches) -> None:
-    stage.register(1, max_waiting=1)
-    held, queued = a_batch(batches, stage, on_error=OnError.REFUSE), a_batch(batches, stage)
-    assert add_lines(stage.dispatcher, batches, held, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 5
-    assert add_lines(stage.dispatcher, batches, queued, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 2
+def test_lines_on_hold_do_not_count_as_waiting(harness: Harness, batches: Batches) -> None:
+    harness.register(1, max_waiting=1)
+    held, queued = a_batch(batches, harness, on_error=OnError.REFUSE), a_batch(batches, harness)
+    assert add_lines(harness.dispatcher, batches, held, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 5
+    assert add_lines(harness.dispatcher, batches, queued, 0, [GOOD] * 5, LOCAL_IDENTITY).accepted == 2
     after = batches.get("default", queued.id)
     assert after is not None
     with pytest.raises(TooManyRequests):
-        add_lines(stage.dispatcher, batches, after, 2, [GOOD], LOCAL_IDENTITY)
+        add_lines(harness.dispatcher, batches, after, 2, [GOOD], LOCAL_IDENTITY)

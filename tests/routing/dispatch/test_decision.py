@@ -11,7 +11,7 @@ from routing.queue import lanes
 from slotkeeper.jobs.states import TRANSITIONS, Budget, Reason, State
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
-from tests.support.stage import SETTINGS
+from tests.support.harness import SETTINGS
 
 CONFIG = ModelConfig()
 LARGEST_SEQ = (1 << 49) - 1

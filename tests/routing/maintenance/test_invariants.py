@@ -22,42 +22,42 @@ from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import an_ended_job
 from tests.support.ends import store_end
-from tests.support.stage import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.harness import LEASE_MS, OFFER_MS, SETTINGS, UP_AND_IDLE, Harness
 from tools.cluster.direct_starts import claim_offer
 
 
 @pytest.fixture
-def busy(stage: Stage) -> Iterator[Stage]:
+def busy(harness: Harness) -> Iterator[Harness]:
     """A system that is well: j0 runs, j1 is offered, j2 and j3 wait, one is delayed, some have ended."""
     for _ in range(3):
-        an_ended_job(stage.store, now_ms=stage.now)
-    stage.register(2)
+        an_ended_job(harness.store, now_ms=harness.now)
+    harness.register(2)
     for _ in range(4):
-        stage.submit()
-    stage.submit(delay_s=60)
-    stage.start()
-    stage.later(6_000)
-    stage.dispatcher.leases.renew(
-        "zimg", "w1", [held for held, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]]
+        harness.submit()
+    harness.submit(delay_s=60)
+    harness.start()
+    harness.later(6_000)
+    harness.dispatcher.leases.renew(
+        "zimg", "w1", [held for held, _ in harness.dispatcher.leases.list_all(["zimg"])["zimg"]]
     )
-    yield stage
+    yield harness
 
 
 WELL = {"gpu": ServerReport(True, 1, frozenset({"j0"}))}
 
 
-def look(stage: Stage, reports: dict[str, ServerReport] = WELL) -> set[Finding]:
-    return passes.find_violations(stage.dispatcher, reports)
+def look(harness: Harness, reports: dict[str, ServerReport] = WELL) -> set[Finding]:
+    return passes.find_violations(harness.dispatcher, reports)
 
 
-def _execute(stage: Stage, statement: str) -> None:
-    with stage.database.engine.begin() as connection:
+def _execute(harness: Harness, statement: str) -> None:
+    with harness.database.engine.begin() as connection:
         connection.execute(text(statement))
 
 
 def test_a_healthy_system_has_no_finding_at_any_step_of_a_job(busy):
     assert look(busy) == set()
-    while busy.told.offers:
+    while busy.notifications.offers:
         task = busy.start("w2")
         assert look(busy) == set()
         busy.settle(task, OutcomeKind.BUSY if task.run.attempt == 1 else OutcomeKind.DONE, retry_after_s=0.0)
@@ -73,9 +73,9 @@ def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_bro
 
 
 def test_a_running_job_without_a_lease_is_found_until_it_has_one_again(busy):
-    busy.redis.delete(busy.room.key("leases:j0"))
-    busy.redis.zrem(busy.room.key("leases"), "j0")
-    busy.redis.hdel(busy.room.key("slots"), "gpu-slot0")
+    busy.redis.delete(busy.queue.key("leases:j0"))
+    busy.redis.zrem(busy.queue.key("leases"), "j0")
+    busy.redis.hdel(busy.queue.key("slots"), "gpu-slot0")
     assert look(busy) == {Finding(Check.RUN, "j0")}
     passes.restore_missing(busy)
     assert look(busy) == set()
@@ -87,27 +87,27 @@ def test_a_lease_without_its_run_is_found(busy, column):
     assert Finding(Check.LEASE, "j0") in look(busy, {})
 
 
-def test_a_job_that_is_offered_and_never_started_is_found(stage):
-    stage.register()
-    job_id = stage.submit()
+def test_a_job_that_is_offered_and_never_started_is_found(harness):
+    harness.register()
+    job_id = harness.submit()
     for _ in range(REPORTED_AFTER):
-        assert look(stage, {}) == set()
-        stage.later(OFFER_MS)
-        passes.reap(stage.dispatcher)
-    assert look(stage, {}) == {Finding(Check.START, job_id)}
-    assert stage.offered() == [job_id], "workers look for open offers themselves: no second message"
-    stage.dispatcher.queues.offer("zimg", 1, claimant="w1")
-    assert stage.redis.hget(stage.room.key(f"leases:{job_id}"), "owner") == b"w1", "and find this one"
+        assert look(harness, {}) == set()
+        harness.later(OFFER_MS)
+        passes.reap(harness.dispatcher)
+    assert look(harness, {}) == {Finding(Check.START, job_id)}
+    assert harness.offered() == [job_id], "workers look for open offers themselves: no second message"
+    harness.dispatcher.queues.offer("zimg", 1, claimant="w1")
+    assert harness.redis.hget(harness.queue.key(f"leases:{job_id}"), "owner") == b"w1", "and find this one"
 
 
-def test_a_job_whose_workers_die_before_its_start_is_found(stage):
-    stage.register()
-    job_id = stage.submit()
+def test_a_job_whose_workers_die_before_its_start_is_found(harness):
+    harness.register()
+    job_id = harness.submit()
     for _ in range(REPORTED_AFTER):
-        assert claim_offer(stage.dispatcher.leases, stage.told.offers.pop(), "w1")
-        stage.later(LEASE_MS)
-        passes.reap(stage.dispatcher)
-    assert look(stage, {}) == {Finding(Check.START, job_id)}
+        assert claim_offer(harness.dispatcher.leases, harness.notifications.offers.pop(), "w1")
+        harness.later(LEASE_MS)
+        passes.reap(harness.dispatcher)
+    assert look(harness, {}) == {Finding(Check.START, job_id)}
 
 
 def test_slot_1_a_slot_whose_server_does_not_know_the_job_is_found(busy):
@@ -129,7 +129,7 @@ def test_job_3_a_row_that_retention_removed_is_none_missing(busy):
     assert book.balanced and book.purged[State.COMPLETED] == 3 and book.accepted == 8
 
 
-def test_a_lease_whose_run_has_just_ended_is_no_violation_until_it_should_have_expired(busy: Stage):
+def test_a_lease_whose_run_has_just_ended_is_no_violation_until_it_should_have_expired(busy: Harness):
     """Its worker died between the end in the database and the release of the slot."""
     held = next(held for held, _ in busy.dispatcher.leases.list_all(["zimg"])["zimg"] if held.owner)
     job = busy.job(held.job_id)
@@ -143,7 +143,7 @@ def test_a_lease_whose_run_has_just_ended_is_no_violation_until_it_should_have_e
 
 
 @pytest.fixture
-def watched(busy: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def watched(busy: Harness, monkeypatch: pytest.MonkeyPatch) -> Harness:
     passes.run_tasks_with(monkeypatch, busy.dispatcher)
     monkeypatch.setattr(maintenance, "database", lambda: busy.database)
     monkeypatch.setattr(maintenance, "read_reports", lambda servers: WELL)

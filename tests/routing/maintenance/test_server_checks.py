@@ -14,173 +14,173 @@ from routing.queue.leases import Renewal
 from slotkeeper.jobs.states import Reason, State
 from tests.support import passes
 from tests.support.ends import hand_back
-from tests.support.stage import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.harness import DOWN, OFFER_MS, SECOND, SETTINGS, UP_AND_IDLE, Harness
 
 # -- what the servers say of themselves ------------------------------------------------------------------------
 
 
-def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_is_up(stage):
-    stage.register(2)
+def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_is_up(harness):
+    harness.register(2)
     for cooldown_ms in (1_000, 2_000, 4_000):
-        passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-        assert stage.free() == 0
-        stage.later(cooldown_ms - 1)
-        passes.sweep(stage.dispatcher)
-        assert stage.free() == 0
-        stage.later(1)
-        passes.sweep(stage.dispatcher)
-        assert stage.free() == 2
-    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-    passes.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert stage.free() == 2
-    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-    stage.later(1_000)
-    passes.sweep(stage.dispatcher)
-    assert stage.free() == 2
+        passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+        assert harness.free() == 0
+        harness.later(cooldown_ms - 1)
+        passes.sweep(harness.dispatcher)
+        assert harness.free() == 0
+        harness.later(1)
+        passes.sweep(harness.dispatcher)
+        assert harness.free() == 2
+    passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+    passes.apply_health(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    assert harness.free() == 2
+    passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+    harness.later(1_000)
+    passes.sweep(harness.dispatcher)
+    assert harness.free() == 2
 
 
 SILENT = ServerReport(up=True, is_silent=True)
 
 
-def test_a_server_whose_health_check_is_not_answered_in_time_gets_jobs_last(stage):
-    stage.register(2, server="hung")
-    stage.register(1, server="other")
-    passes.apply_health(stage.dispatcher, {"hung": SILENT, "other": UP_AND_IDLE})
-    jobs = [stage.submit() for _ in range(3)]
-    assert [stage.start().lease.server for _ in jobs] == ["other", "hung", "hung"]
+def test_a_server_whose_health_check_is_not_answered_in_time_gets_jobs_last(harness):
+    harness.register(2, server="hung")
+    harness.register(1, server="other")
+    passes.apply_health(harness.dispatcher, {"hung": SILENT, "other": UP_AND_IDLE})
+    jobs = [harness.submit() for _ in range(3)]
+    assert [harness.start().lease.server for _ in jobs] == ["other", "hung", "hung"]
 
 
-def test_a_server_that_answers_again_is_chosen_as_before(stage):
-    stage.register(1, server="hung")
-    stage.register(1, server="other")
-    passes.apply_health(stage.dispatcher, {"hung": SILENT})
-    assert "hung" in passes.servers_to_check_now(stage.dispatcher)
-    passes.apply_health(stage.dispatcher, {"hung": UP_AND_IDLE})
-    status = read_servers(stage.dispatcher.slots, "zimg")["hung"]
+def test_a_server_that_answers_again_is_chosen_as_before(harness):
+    harness.register(1, server="hung")
+    harness.register(1, server="other")
+    passes.apply_health(harness.dispatcher, {"hung": SILENT})
+    assert "hung" in passes.servers_to_check_now(harness.dispatcher)
+    passes.apply_health(harness.dispatcher, {"hung": UP_AND_IDLE})
+    status = read_servers(harness.dispatcher.slots, "zimg")["hung"]
     assert (status.silent_since_ms, status.scores["zimg"].silence) == (0, 0)
-    assert "hung" not in passes.servers_to_check_now(stage.dispatcher)
+    assert "hung" not in passes.servers_to_check_now(harness.dispatcher)
 
 
-def test_the_run_of_a_silent_server_says_since_when(stage):
-    stage.register(1)
-    job_id = stage.submit()
-    stage.start()
-    passes.apply_health(stage.dispatcher, {"gpu": SILENT})
-    stage.later(30_000)
-    passes.apply_health(stage.dispatcher, {"gpu": SILENT})
-    found = explain_job(stage.dispatcher, stage.living_worker(), stage.job(job_id))
+def test_the_run_of_a_silent_server_says_since_when(harness):
+    harness.register(1)
+    job_id = harness.submit()
+    harness.start()
+    passes.apply_health(harness.dispatcher, {"gpu": SILENT})
+    harness.later(30_000)
+    passes.apply_health(harness.dispatcher, {"gpu": SILENT})
+    found = explain_job(harness.dispatcher, harness.living_worker(), harness.job(job_id))
     assert [one.code for one in found.waits_for] == ["server_silent"]
     assert "server 'gpu' has not answered its health check in time since" in found.sentence
-    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].silent_since_ms == stage.now - 30_000
+    assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].silent_since_ms == harness.now - 30_000
 
 
-def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(stage):
-    stage.register(1)
+def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(harness):
+    harness.register(1)
     broken = ServerReport(up=False, why_down="/status is SETUP_FAILED: no weights")
-    passes.apply_health(stage.dispatcher, {"gpu": broken})
-    job_id = stage.submit()
-    assert "says since" in stage.explained(job_id) and "(/status is SETUP_FAILED: no weights)" in stage.explained(
+    passes.apply_health(harness.dispatcher, {"gpu": broken})
+    job_id = harness.submit()
+    assert "says since" in harness.explained(job_id) and "(/status is SETUP_FAILED: no weights)" in harness.explained(
         job_id
     )
-    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-    assert "could not be reached since" in stage.explained(job_id)
-    passes.apply_health(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert "SETUP_FAILED" not in stage.explained(job_id)
+    passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+    assert "could not be reached since" in harness.explained(job_id)
+    passes.apply_health(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    assert "SETUP_FAILED" not in harness.explained(job_id)
 
 
-def test_a_server_without_a_health_check_keeps_its_cooldown_and_says_since_when(stage):
-    stage.register(1)
-    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=None)})
-    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms == 0, "it begins none, either"
-    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-    stage.submit()
-    since = read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms
-    stage.later(100)
-    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=None)})
-    stage.later(100)
-    passes.apply_health(stage.dispatcher, {"gpu": DOWN})
-    assert read_servers(stage.dispatcher.slots, "zimg")["gpu"].away_since_ms == since == stage.now - 200
+def test_a_server_without_a_health_check_keeps_its_cooldown_and_says_since_when(harness):
+    harness.register(1)
+    passes.apply_health(harness.dispatcher, {"gpu": ServerReport(up=None)})
+    assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms == 0, "it begins none, either"
+    passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+    harness.submit()
+    since = read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms
+    harness.later(100)
+    passes.apply_health(harness.dispatcher, {"gpu": ServerReport(up=None)})
+    harness.later(100)
+    passes.apply_health(harness.dispatcher, {"gpu": DOWN})
+    assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms == since == harness.now - 200
 
 
-def test_a_report_of_a_server_that_is_not_registered_changes_nothing(stage):
-    stage.register()
-    before = stage.room.dump()
-    passes.apply_health(stage.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
-    assert stage.room.dump() == before
+def test_a_report_of_a_server_that_is_not_registered_changes_nothing(harness):
+    harness.register()
+    before = harness.queue.dump()
+    passes.apply_health(harness.dispatcher, {"stranger": DOWN, "gpu": UP_AND_IDLE})
+    assert harness.queue.dump() == before
 
 
-def _stale_leases(stage: Stage, report: ServerReport | None, second: ServerReport | None = None) -> int:
+def _stale_leases(harness: Harness, report: ServerReport | None, second: ServerReport | None = None) -> int:
     first = {} if report is None else {"gpu": report}
     again = first if second is None else {"gpu": second}
-    return passes.end_stale_runs(stage.dispatcher, passes.find_stale_runs(stage.dispatcher, first), again)
+    return passes.end_stale_runs(harness.dispatcher, passes.find_stale_runs(harness.dispatcher, first), again)
 
 
-def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(stage):
-    stage.register()
-    job_id, following = stage.submit(), stage.submit()
-    task = stage.start()
-    stage.later(5_000)
-    assert _stale_leases(stage, UP_AND_IDLE) == 1
-    job = stage.job(job_id)
+def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(harness):
+    harness.register()
+    job_id, following = harness.submit(), harness.submit()
+    task = harness.start()
+    harness.later(5_000)
+    assert _stale_leases(harness, UP_AND_IDLE) == 1
+    job = harness.job(job_id)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.SERVER_LOST, 1)
     assert (job.server, job.remote_id) == ("gpu", None), "it may have the result of a run that has ended"
-    assert stage.renewal(task) is Renewal.LOST and stage.settle(task).moved is None
-    assert stage.run_all() == [job_id, following]
+    assert harness.renewal(task) is Renewal.LOST and harness.settle(task).moved is None
+    assert harness.run_all() == [job_id, following]
 
 
-def test_a_run_younger_than_five_seconds_is_never_suspected(stage):
-    stage.register()
-    stage.submit()
-    stage.start()
-    stage.later(4_999)
-    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
-    stage.later(1)
-    assert len(passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+def test_a_run_younger_than_five_seconds_is_never_suspected(harness):
+    harness.register()
+    harness.submit()
+    harness.start()
+    harness.later(4_999)
+    assert passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    harness.later(1)
+    assert len(passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})) == 1
 
 
-def _resumed_run(stage: Stage) -> str:
+def _resumed_run(harness: Harness) -> str:
     """A run of a second worker, which waits until the request of the first has left the server."""
-    stage.register()
-    job_id = stage.submit()
-    hand_back(stage.dispatcher, stage.start())
-    stage.later(SECOND)
-    stage.start("w2")
-    assert stage.job(job_id).awaits_earlier_request
+    harness.register()
+    job_id = harness.submit()
+    hand_back(harness.dispatcher, harness.start())
+    harness.later(SECOND)
+    harness.start("w2")
+    assert harness.job(job_id).awaits_earlier_request
     return job_id
 
 
-def test_a_run_that_waits_for_an_earlier_request_is_never_suspected(stage):
-    _resumed_run(stage)
-    stage.later(60 * SECOND)
-    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
+def test_a_run_that_waits_for_an_earlier_request_is_never_suspected(harness):
+    _resumed_run(harness)
+    harness.later(60 * SECOND)
+    assert passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE}) == []
 
 
-def test_a_run_that_was_sent_after_a_wait_is_not_suspected_before_five_seconds(stage):
-    job = stage.job(_resumed_run(stage))
-    stage.later(60 * SECOND)
-    assert stage.database.commit(stage.store.sent_write(job.id, job.attempt, stage.now))
-    stage.later(4_999)
-    assert passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE}) == []
-    stage.later(1)
-    assert len(passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})) == 1
+def test_a_run_that_was_sent_after_a_wait_is_not_suspected_before_five_seconds(harness):
+    job = harness.job(_resumed_run(harness))
+    harness.later(60 * SECOND)
+    assert harness.database.commit(harness.store.sent_write(job.id, job.attempt, harness.now))
+    harness.later(4_999)
+    assert passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE}) == []
+    harness.later(1)
+    assert len(passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})) == 1
 
 
-def test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended(stage):
+def test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended(harness):
     """Its server did not have it at either look; the worker, which has found out the same, sends it once more."""
-    stage.register()
-    job_id = stage.submit()
-    stage.start()
-    stage.later(5_000)
-    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    seize = stage.dispatcher.leases.seize
+    harness.register()
+    job_id = harness.submit()
+    harness.start()
+    harness.later(5_000)
+    before = passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    seize = harness.dispatcher.leases.seize
 
     def sent_again_meanwhile(*args: Any, **named: Any) -> Any:
-        assert stage.database.commit(stage.store.sent_write(job_id, 1, stage.now))
+        assert harness.database.commit(harness.store.sent_write(job_id, 1, harness.now))
         return seize(*args, **named)
 
-    with mock.patch.object(stage.dispatcher.leases, "seize", sent_again_meanwhile):
-        assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
-    assert stage.state(job_id) is State.RUNNING
+    with mock.patch.object(harness.dispatcher.leases, "seize", sent_again_meanwhile):
+        assert passes.end_stale_runs(harness.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert harness.state(job_id) is State.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -199,107 +199,107 @@ def test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended(stage):
         pytest.param(None, [], id="no report"),
     ],
 )
-def test_only_a_report_that_says_so_makes_a_suspect(stage, report, suspected):
-    stage.register(2)
-    stage.submit(id="one")
-    stage.submit(id="two")
-    stage.start()
-    stage.start()
-    stage.later(60_000)
+def test_only_a_report_that_says_so_makes_a_suspect(harness, report, suspected):
+    harness.register(2)
+    harness.submit(id="one")
+    harness.submit(id="two")
+    harness.start()
+    harness.start()
+    harness.later(60_000)
     reports = {} if report is None else {"gpu": report}
-    assert [job.id for job in passes.find_stale_runs(stage.dispatcher, reports)] == suspected
+    assert [job.id for job in passes.find_stale_runs(harness.dispatcher, reports)] == suspected
 
 
 @pytest.mark.parametrize("second", [None, DOWN, ServerReport(True, 1, None)])
-def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(stage, second):
-    stage.register()
-    job_id = stage.submit()
-    task = stage.start()
-    stage.later(5_000)
-    suspects = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert passes.end_stale_runs(stage.dispatcher, suspects, {"gpu": second} if second else {}) == 0
-    assert stage.state(job_id) is State.RUNNING and stage.renewal(task) is Renewal.RENEWED
+def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(harness, second):
+    harness.register()
+    job_id = harness.submit()
+    task = harness.start()
+    harness.later(5_000)
+    suspects = passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    assert passes.end_stale_runs(harness.dispatcher, suspects, {"gpu": second} if second else {}) == 0
+    assert harness.state(job_id) is State.RUNNING and harness.renewal(task) is Renewal.RENEWED
 
 
-def test_a_later_run_of_a_suspect_is_no_suspect(stage):
-    stage.register()
-    stage.submit()
-    task = stage.start()
-    stage.later(5_000)
-    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    stage.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
-    again = stage.start()
-    stage.later(5_000)
-    assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
-    assert stage.renewal(again) is Renewal.RENEWED
+def test_a_later_run_of_a_suspect_is_no_suspect(harness):
+    harness.register()
+    harness.submit()
+    task = harness.start()
+    harness.later(5_000)
+    before = passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    harness.settle(task, OutcomeKind.BUSY, retry_after_s=0.0)
+    again = harness.start()
+    harness.later(5_000)
+    assert passes.end_stale_runs(harness.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert harness.renewal(again) is Renewal.RENEWED
 
 
-def test_a_suspect_that_has_ended_meanwhile_is_left_alone(stage):
-    stage.register()
-    job_id = stage.submit()
-    task = stage.start()
-    stage.later(5_000)
-    before = passes.find_stale_runs(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    stage.settle(task)
-    assert passes.end_stale_runs(stage.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
-    assert stage.state(job_id) is State.COMPLETED
+def test_a_suspect_that_has_ended_meanwhile_is_left_alone(harness):
+    harness.register()
+    job_id = harness.submit()
+    task = harness.start()
+    harness.later(5_000)
+    before = passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    harness.settle(task)
+    assert passes.end_stale_runs(harness.dispatcher, before, {"gpu": UP_AND_IDLE}) == 0
+    assert harness.state(job_id) is State.COMPLETED
 
 
-def test_a_job_whose_server_keeps_dying_becomes_dead(stage):
-    stage.register(1, max_crashes=2)
-    job_id = stage.submit()
+def test_a_job_whose_server_keeps_dying_becomes_dead(harness):
+    harness.register(1, max_crashes=2)
+    job_id = harness.submit()
     for _ in range(2):
-        stage.start()
-        stage.later(5_000)
-        assert _stale_leases(stage, UP_AND_IDLE) == 1
-    assert stage.state(job_id) is State.DEAD and stage.free() == 1
-    assert stage.told.ends == [(job_id, State.DEAD)]
+        harness.start()
+        harness.later(5_000)
+        assert _stale_leases(harness, UP_AND_IDLE) == 1
+    assert harness.state(job_id) is State.DEAD and harness.free() == 1
+    assert harness.notifications.ends == [(job_id, State.DEAD)]
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(stage, silent):
-    stage.register()
-    job_id = stage.submit()
-    task = stage.start()
-    stage.later(5_000)
+def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(harness, silent):
+    harness.register()
+    job_id = harness.submit()
+    task = harness.start()
+    harness.later(5_000)
     if not silent:
-        assert stage.renewal(task) is Renewal.RENEWED
-    assert passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE}) == silent
-    assert stage.state(job_id) is (State.QUEUED if silent else State.RUNNING)
+        assert harness.renewal(task) is Renewal.RENEWED
+    assert passes.apply_reports(harness.dispatcher, {"gpu": UP_AND_IDLE}) == silent
+    assert harness.state(job_id) is (State.QUEUED if silent else State.RUNNING)
 
 
 @pytest.mark.parametrize(
     "report", [DOWN, ServerReport(True), ServerReport(True, 1), ServerReport(True, 1, frozenset({"one"}))]
 )
-def test_a_silent_worker_alone_frees_nothing(stage, report):
-    stage.register()
-    stage.submit(id="one")
-    stage.start()
-    stage.later(5_500)
-    before = stage.room.dump()
-    assert passes.apply_reports(stage.dispatcher, {"gpu": report}) == 0
-    assert stage.room.dump() == before
+def test_a_silent_worker_alone_frees_nothing(harness, report):
+    harness.register()
+    harness.submit(id="one")
+    harness.start()
+    harness.later(5_500)
+    before = harness.queue.dump()
+    assert passes.apply_reports(harness.dispatcher, {"gpu": report}) == 0
+    assert harness.queue.dump() == before
 
 
-def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(stage):
+def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(harness):
     for name in ("calm", "down", "silent"):
-        stage.register(1, server=name)
+        harness.register(1, server=name)
     for _ in range(3):
-        stage.submit()
-    tasks = {task.run.server: task for task in (stage.start(f"w{n}") for n in range(3))}
-    assert passes.servers_to_check_now(stage.dispatcher) == set()
-    passes.apply_health(stage.dispatcher, {"down": DOWN})
-    stage.later(2 * SETTINGS.renew_every_ms + 1)
+        harness.submit()
+    tasks = {task.run.server: task for task in (harness.start(f"w{n}") for n in range(3))}
+    assert passes.servers_to_check_now(harness.dispatcher) == set()
+    passes.apply_health(harness.dispatcher, {"down": DOWN})
+    harness.later(2 * SETTINGS.renew_every_ms + 1)
     for name in ("calm", "down"):
-        stage.renewal(tasks[name])
-    assert passes.servers_to_check_now(stage.dispatcher) == {"down", "silent"}
+        harness.renewal(tasks[name])
+    assert passes.servers_to_check_now(harness.dispatcher) == {"down", "silent"}
 
 
-def test_an_open_offer_makes_no_server_urgent(stage):
-    stage.register()
-    stage.submit()
-    stage.later(OFFER_MS - 1)
-    assert passes.servers_to_check_now(stage.dispatcher) == set()
+def test_an_open_offer_makes_no_server_urgent(harness):
+    harness.register()
+    harness.submit()
+    harness.later(OFFER_MS - 1)
+    assert passes.servers_to_check_now(harness.dispatcher) == set()
 
 
 @pytest.mark.parametrize(
@@ -314,75 +314,75 @@ def test_an_open_offer_makes_no_server_urgent(stage):
         pytest.param(DOWN, 3, id="it is down"),
     ],
 )
-def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(stage, report, free):
-    stage.register(4)
-    stage.submit(id="one")
-    stage.start()
-    passes.apply_reports(stage.dispatcher, {"gpu": report})
-    assert stage.free() == free
-    stage.later(12_000)
-    passes.sweep(stage.dispatcher)
-    assert stage.free() == 3
+def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(harness, report, free):
+    harness.register(4)
+    harness.submit(id="one")
+    harness.start()
+    passes.apply_reports(harness.dispatcher, {"gpu": report})
+    assert harness.free() == free
+    harness.later(12_000)
+    passes.sweep(harness.dispatcher)
+    assert harness.free() == 3
 
 
-def test_a_job_that_has_only_just_ended_is_no_stranger(stage):
-    stage.register(2)
-    stage.submit(id="one")
-    stage.settle(stage.start())
+def test_a_job_that_has_only_just_ended_is_no_stranger(harness):
+    harness.register(2)
+    harness.submit(id="one")
+    harness.settle(harness.start())
     report = {"gpu": ServerReport(True, 1, frozenset({"one"}))}
-    passes.apply_reports(stage.dispatcher, report)
-    assert stage.free() == 2
-    stage.later(2_001)
-    passes.apply_reports(stage.dispatcher, report)
-    assert stage.free() == 1, "two seconds later it is"
+    passes.apply_reports(harness.dispatcher, report)
+    assert harness.free() == 2
+    harness.later(2_001)
+    passes.apply_reports(harness.dispatcher, report)
+    assert harness.free() == 1, "two seconds later it is"
 
 
-def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(stage):
-    stage.register()
-    stage.submit(id="one", ttl_s=1)
-    task = stage.start()
-    stage.later(1_000)
-    deadlines.expire_deadlines(stage.dispatcher)
-    stage.settle(task)
-    stage.later(60_000)
-    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
-    stage.submit()
-    assert stage.offered() == []
+def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(harness):
+    harness.register()
+    harness.submit(id="one", ttl_s=1)
+    task = harness.start()
+    harness.later(1_000)
+    deadlines.expire_deadlines(harness.dispatcher)
+    harness.settle(task)
+    harness.later(60_000)
+    passes.apply_reports(harness.dispatcher, {"gpu": ServerReport(True, 1, frozenset({"one"}))})
+    harness.submit()
+    assert harness.offered() == []
 
 
 # -- direct traffic --------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(stage):
-    stage.register(2)
-    job_id = stage.submit()
+def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(harness):
+    harness.register(2)
+    job_id = harness.submit()
     for _ in range(2):  # the other slot is tried at once
-        stage.settle(stage.start(), OutcomeKind.BUSY)
-    assert stage.offered() == [] and stage.job(job_id).failures == 0
-    assert passes.servers_to_check_now(stage.dispatcher) == {"gpu"}
-    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
-    assert stage.offered() == [], "others still use it"
-    passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
-    assert stage.offered() != []
-    assert passes.servers_to_check_now(stage.dispatcher) == set()
+        harness.settle(harness.start(), OutcomeKind.BUSY)
+    assert harness.offered() == [] and harness.job(job_id).failures == 0
+    assert passes.servers_to_check_now(harness.dispatcher) == {"gpu"}
+    passes.apply_reports(harness.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
+    assert harness.offered() == [], "others still use it"
+    passes.apply_reports(harness.dispatcher, {"gpu": UP_AND_IDLE})
+    assert harness.offered() != []
+    assert passes.servers_to_check_now(harness.dispatcher) == set()
 
 
-def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(stage):
-    stage.register(2)
-    job_id = stage.submit()
-    stage.settle(stage.start())
-    passes.apply_reports(stage.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
-    assert stage.free() == 2
+def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(harness):
+    harness.register(2)
+    job_id = harness.submit()
+    harness.settle(harness.start())
+    passes.apply_reports(harness.dispatcher, {"gpu": ServerReport(True, 1, frozenset({f"{job_id}-1"}))})
+    assert harness.free() == 2
 
 
-def test_a_time_that_a_server_asked_for_is_not_ended_by_its_health(stage):
-    stage.register()
-    job_id = stage.submit()
-    stage.settle(stage.start(), OutcomeKind.BUSY, retry_after_s=5)
+def test_a_time_that_a_server_asked_for_is_not_ended_by_its_health(harness):
+    harness.register()
+    job_id = harness.submit()
+    harness.settle(harness.start(), OutcomeKind.BUSY, retry_after_s=5)
     for _ in range(3):
-        passes.apply_reports(stage.dispatcher, {"gpu": UP_AND_IDLE})
-        stage.later(SECOND)
-    assert stage.offered() == [], "it said when to come back"
-    stage.later(2 * SECOND)
-    stage.dispatcher.queues.offer("zimg", 1)
-    assert stage.job(job_id).state is State.QUEUED and stage.free() == 0, "its time is over, so it is offered"
+        passes.apply_reports(harness.dispatcher, {"gpu": UP_AND_IDLE})
+        harness.later(SECOND)
+    assert harness.offered() == [], "it said when to come back"
+    harness.later(2 * SECOND)
+    harness.dispatcher.queues.offer("zimg", 1)
+    assert harness.job(job_id).state is State.QUEUED and harness.free() == 0, "its time is over, so it is offered"

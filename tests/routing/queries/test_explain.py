@@ -5,44 +5,44 @@ import pytest
 from routing.queries.explain import NO_WORKER, explain_idle_server, explain_job
 from routing.queries.process_list import ProcessList
 from routing.queue.worker_capacity import WorkerCapacity
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 SENTENCE = "Its request has no answer."
 
 
-def _report(stage: Stage, job_id: str) -> None:
+def _report(harness: Harness, job_id: str) -> None:
     facts = {"role": "worker", "host": "a", "awaits": {"gpu-slot0": [job_id, SENTENCE]}}
-    ProcessList(stage.dispatcher.slots.scripts).report("worker@a/1", facts)
+    ProcessList(harness.dispatcher.slots.scripts).report("worker@a/1", facts)
 
 
-def test_explain_shows_the_cause_that_the_worker_reports(stage: Stage) -> None:
-    stage.register()
-    job_id = stage.submit()
-    stage.start()
-    assert stage.explained(job_id) == "It runs on gpu-slot0, attempt 1."
-    _report(stage, job_id)
-    assert stage.explained(job_id) == f"It runs on gpu-slot0, attempt 1.  {SENTENCE}"
+def test_explain_shows_the_cause_that_the_worker_reports(harness: Harness) -> None:
+    harness.register()
+    job_id = harness.submit()
+    harness.start()
+    assert harness.explained(job_id) == "It runs on gpu-slot0, attempt 1."
+    _report(harness, job_id)
+    assert harness.explained(job_id) == f"It runs on gpu-slot0, attempt 1.  {SENTENCE}"
 
 
-def test_a_report_about_the_last_run_of_a_slot_does_not_concern_the_next(stage: Stage) -> None:
-    stage.register()
-    job_id = stage.submit()
-    stage.start()
-    _report(stage, "another")
-    assert SENTENCE not in stage.explained(job_id)
+def test_a_report_about_the_last_run_of_a_slot_does_not_concern_the_next(harness: Harness) -> None:
+    harness.register()
+    job_id = harness.submit()
+    harness.start()
+    _report(harness, "another")
+    assert SENTENCE not in harness.explained(job_id)
 
 
-def test_a_check_of_the_server_names_the_run(stage: Stage) -> None:
-    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
-    stage.register()
-    stage.register(server="other")
-    job_id = stage.submit()
-    stage.start()
-    _report(stage, job_id)
-    catalog = stage.dispatcher.catalog.get()
-    found = {name: explain_idle_server(stage.dispatcher, workers, catalog.servers[name]) for name in ("gpu", "other")}
+def test_a_check_of_the_server_names_the_run(harness: Harness) -> None:
+    workers = WorkerCapacity(harness.dispatcher.slots.scripts)
+    harness.register()
+    harness.register(server="other")
+    job_id = harness.submit()
+    harness.start()
+    _report(harness, job_id)
+    catalog = harness.dispatcher.catalog.get()
+    found = {name: explain_idle_server(harness.dispatcher, workers, catalog.servers[name]) for name in ("gpu", "other")}
     sentences = {
         name: [one.sentence for one in blockers if one.code == "run_waits"] for name, blockers in found.items()
     }
@@ -50,28 +50,28 @@ def test_a_check_of_the_server_names_the_run(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_without_a_living_worker_a_job_waits_for_one_offered_or_not(stage: Stage, waiting: int) -> None:
-    stage.register(1)
-    jobs = [stage.submit(), stage.submit()]
-    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
-    found = explain_job(stage.dispatcher, workers, stage.job(jobs[waiting]))
+def test_without_a_living_worker_a_job_waits_for_one_offered_or_not(harness: Harness, waiting: int) -> None:
+    harness.register(1)
+    jobs = [harness.submit(), harness.submit()]
+    workers = WorkerCapacity(harness.dispatcher.slots.scripts)
+    found = explain_job(harness.dispatcher, workers, harness.job(jobs[waiting]))
     assert found.sentence.startswith(f"It waits: {NO_WORKER}")
     assert (found.waits_for[0].code, found.estimate) == ("no_worker", None)
 
 
-def test_a_worker_that_is_full_is_alive(stage: Stage) -> None:
-    stage.register(1)
-    stage.submit()
-    job = stage.job(stage.submit())
-    workers = WorkerCapacity(stage.dispatcher.slots.scripts)
+def test_a_worker_that_is_full_is_alive(harness: Harness) -> None:
+    harness.register(1)
+    harness.submit()
+    job = harness.job(harness.submit())
+    workers = WorkerCapacity(harness.dispatcher.slots.scripts)
     workers.report("w1", 0)
-    assert "no_worker" not in {one.code for one in explain_job(stage.dispatcher, workers, job).waits_for}
+    assert "no_worker" not in {one.code for one in explain_job(harness.dispatcher, workers, job).waits_for}
 
 
-def test_a_worker_that_has_fallen_silent_is_not_alive(stage: Stage) -> None:
-    stage.register(1)
-    job = stage.job(stage.submit())
-    workers = stage.living_worker()
-    stage.later(10_000)
+def test_a_worker_that_has_fallen_silent_is_not_alive(harness: Harness) -> None:
+    harness.register(1)
+    job = harness.job(harness.submit())
+    workers = harness.living_worker()
+    harness.later(10_000)
     workers.read_total()
-    assert [one.code for one in explain_job(stage.dispatcher, workers, job).waits_for] == ["no_worker"]
+    assert [one.code for one in explain_job(harness.dispatcher, workers, job).waits_for] == ["no_worker"]

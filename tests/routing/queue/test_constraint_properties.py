@@ -10,7 +10,7 @@ from redis import Redis
 from routing.admission.constraints import encode_constraints, meets, parse_attributes
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.values import Server as CatalogServer
-from tests.support.room import Room, Server, a
+from tests.support.fleet_queue import FleetQueue, Server, a
 
 ASKED_FOR = os.environ.get("SLOTKEEPER_TEST_EXAMPLES")
 NAMES = ("gpu", "memory", "a.b", "x-1", "version")
@@ -41,8 +41,8 @@ def check(client: Redis, asked: dict, environment: str, own: dict, of_model: dic
     except InvalidJob:
         return
     client.flushall()
-    room = Room(client).with_servers(Server("gpu", models=(model, "other"), attributes=attributes))
-    offers = room.enqueue(a("j", 1, model=model, constraints=constraints))
+    queue = FleetQueue(client).with_servers(Server("gpu", models=(model, "other"), attributes=attributes))
+    offers = queue.enqueue(a("j", 1, model=model, constraints=constraints))
     server = CatalogServer("gpu", "zimg", 1, "online", {model: ""}, 0, attributes)
     assert bool(offers) == meets(constraints, server, model), (constraints, attributes)
 

@@ -6,13 +6,13 @@ from redis import Redis
 from routing.admission.constraints import encode_constraints, environment_of, unmet_conditions
 from slotkeeper.errors import InvalidJob
 from slotkeeper.registry.values import Server as CatalogServer
-from tests.support.room import Room, Server, a
+from tests.support.fleet_queue import FleetQueue, Server, a
 
 TESTNET = encode_constraints(None, "testnet")
 
 
-def _on(room: Room, job: str, constraints: str = "") -> list[str]:
-    return [offer.server for offer in room.enqueue(a(job, int(job[1:]), constraints=constraints))]
+def _on(queue: FleetQueue, job: str, constraints: str = "") -> list[str]:
+    return [offer.server for offer in queue.enqueue(a(job, int(job[1:]), constraints=constraints))]
 
 
 def test_production_is_no_condition_and_another_environment_is_one() -> None:
@@ -32,28 +32,30 @@ def test_an_environment_is_named_by_its_own_field_and_well(constraints: dict[str
 
 
 def test_a_job_runs_only_in_its_environment(client: Redis) -> None:
-    room = Room(client).with_servers(
+    queue = FleetQueue(client).with_servers(
         Server("test", attributes={"environment": "testnet"}),
         Server("both", attributes={"environment": "testnet,production"}),
         Server("open"),
     )
-    assert {*_on(room, "j1"), *_on(room, "j2")} == {"both", "open"}
-    assert _on(room, "j3") == [], "the server of the testnet is free"
-    assert _on(room, "j4", TESTNET) == ["test"]
+    assert {*_on(queue, "j1"), *_on(queue, "j2")} == {"both", "open"}
+    assert _on(queue, "j3") == [], "the server of the testnet is free"
+    assert _on(queue, "j4", TESTNET) == ["test"]
 
 
 def test_a_job_of_another_environment_does_not_run_on_a_server_that_declares_none(client: Redis) -> None:
-    room = Room(client).with_servers(Server("open"), Server("both", attributes={"environment": "testnet,production"}))
-    assert _on(room, "j1", TESTNET) == ["both"]
-    assert _on(room, "j2", TESTNET) == []
+    queue = FleetQueue(client).with_servers(
+        Server("open"), Server("both", attributes={"environment": "testnet,production"})
+    )
+    assert _on(queue, "j1", TESTNET) == ["both"]
+    assert _on(queue, "j2", TESTNET) == []
 
 
 def test_many_free_servers_of_another_environment_keep_no_job_from_its_server(client: Redis) -> None:
     """They are of another kind, so the offer does not read them."""
     others = [Server(f"test{n:02}", attributes={"environment": "testnet"}) for n in range(40)]
-    room = Room(client).with_servers(*others, Server("open"))
-    assert _on(room, "j1") == ["open"]
-    assert len(_on(room, "j2", TESTNET)) == 1
+    queue = FleetQueue(client).with_servers(*others, Server("open"))
+    assert _on(queue, "j1") == ["open"]
+    assert len(_on(queue, "j2", TESTNET)) == 1
 
 
 def test_a_model_may_have_an_environment_of_its_own_at_a_server() -> None:

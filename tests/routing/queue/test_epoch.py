@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from tests.support.room import LEASE_MS, Room, Server, a
+from tests.support.fleet_queue import LEASE_MS, FleetQueue, Server, a
 from tools.cluster.valkey_process import Valkey
 
 
@@ -29,181 +29,181 @@ def put_back(client: Redis, kept: dict[bytes, bytes]) -> None:
         client.restore(key, 0, value)
 
 
-def seen(room: Room, epoch: str, offers: int, *held) -> list:
-    return room.run(
+def seen(queue: FleetQueue, epoch: str, offers: int, *held) -> list:
+    return queue.run(
         "renew", "w1", LEASE_MS, epoch, offers, *[text for offer in held for text in (offer.job, offer.lease)]
     )
 
 
 def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(own):
     with own.client() as client:
-        room = Room(client).with_slots(2)
-        (held,) = room.enqueue(a("j1", 1))
+        queue = FleetQueue(client).with_slots(2)
+        (held,) = queue.enqueue(a("j1", 1))
         client.save()
     own.stop()
     own.start()
     with own.client() as client:
-        room.client = room.scripts.redis = client
-        assert room.enqueue(a("j2", 2)) == [] and room.offer() == []
-        assert room.run("queue_counts")[0] == 0
-        assert room.claim(held) == "lost", "its slot may be another's by now"
-        assert room.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["1", 1, ["unknown"]]
-        assert room.open(2) == "opened"
-        assert room.waiting() == [] and room.taken() == {}, "what Redis kept is forgotten"
-        room.sync(Server("gpu", 2))
-        assert [offer.job for offer in room.enqueue(a("j1", 1))] == ["j1"]
+        queue.client = queue.scripts.redis = client
+        assert queue.enqueue(a("j2", 2)) == [] and queue.offer() == []
+        assert queue.run("queue_counts")[0] == 0
+        assert queue.claim(held) == "lost", "its slot may be another's by now"
+        assert queue.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["1", 1, ["unknown"]]
+        assert queue.open(2) == "opened"
+        assert queue.waiting() == [] and queue.taken() == {}, "what Redis kept is forgotten"
+        queue.sync(Server("gpu", 2))
+        assert [offer.job for offer in queue.enqueue(a("j1", 1))] == ["j1"]
 
 
 def test_a_redis_that_was_a_replica_in_between_offers_nothing_until_the_room_is_filled(own):
     with own.client() as client:
-        room = Room(client).with_slots(2)
-        assert [offer.job for offer in room.enqueue(a("j1", 1))] == ["j1"]
+        queue = FleetQueue(client).with_slots(2)
+        assert [offer.job for offer in queue.enqueue(a("j1", 1))] == ["j1"]
         client.replicaof("127.0.0.1", "1")
         client.replicaof("NO", "ONE")
-        room.later(100)
-        assert room.enqueue(a("j2", 2)) == [] and room.offer() == []
-        assert room.begin() == "cleared"
+        queue.later(100)
+        assert queue.enqueue(a("j2", 2)) == [] and queue.offer() == []
+        assert queue.begin() == "cleared"
 
 
 def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own):
     with own.client() as client:
-        room = Room(client)
-        room.begin()
-        room.sync(Server("gpu"))
+        queue = FleetQueue(client)
+        queue.begin()
+        queue.sync(Server("gpu"))
         client.save()
     own.stop()
     own.start()
     with own.client() as client:
-        room.client = room.scripts.redis = client
-        assert room.run("open_queue", 1) == "lost"
+        queue.client = queue.scripts.redis = client
+        assert queue.run("open_queue", 1) == "lost"
 
 
-def test_who_begins_later_forgets_nothing_of_what_is_being_filled(room):
-    room.with_slots(1)
-    room.run("discard_queue", 1)
-    assert room.begin() == "cleared"
-    room.enqueue(a("j1", 1))
-    assert room.begin() == "ready" and room.waiting() == ["j1"]
-    room.open()
-    assert room.begin() == "open" and room.waiting() == ["j1"]
+def test_who_begins_later_forgets_nothing_of_what_is_being_filled(queue):
+    queue.with_slots(1)
+    queue.run("discard_queue", 1)
+    assert queue.begin() == "cleared"
+    queue.enqueue(a("j1", 1))
+    assert queue.begin() == "ready" and queue.waiting() == ["j1"]
+    queue.open()
+    assert queue.begin() == "open" and queue.waiting() == ["j1"]
 
 
-def test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits(room):
-    room.with_slots(2)
-    running, offered = room.enqueue(a("running", 1), a("offered", 2))
-    room.claim(running)
-    room.enqueue(a("waits", 3))
-    assert room.run("close_queue", room.version) == "closed"
-    assert room.begin() == "emptied"
-    assert room.waiting() == [] and room.run("queue_counts")[4] == []
-    assert room.taken() == {"gpu-slot0": "running", "gpu-slot1": "offered"}
-    assert room.claim(offered, "w2") == "lost", "nothing begins before the room is filled"
-    room.sync(*room.servers)
-    room.enqueue(a("offered", 2), a("waits", 3))
-    assert room.open(7) == "opened" and room.waiting() == ["waits"]
-    assert room.renew("w1", running) == ["renewed"] and room.claim(offered, "w2") != "lost"
+def test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits(queue):
+    queue.with_slots(2)
+    running, offered = queue.enqueue(a("running", 1), a("offered", 2))
+    queue.claim(running)
+    queue.enqueue(a("waits", 3))
+    assert queue.run("close_queue", queue.version) == "closed"
+    assert queue.begin() == "emptied"
+    assert queue.waiting() == [] and queue.run("queue_counts")[4] == []
+    assert queue.taken() == {"gpu-slot0": "running", "gpu-slot1": "offered"}
+    assert queue.claim(offered, "w2") == "lost", "no job starts before the queue is filled"
+    queue.sync(*queue.servers)
+    queue.enqueue(a("offered", 2), a("waits", 3))
+    assert queue.open(7) == "opened" and queue.waiting() == ["waits"]
+    assert queue.renew("w1", running) == ["renewed"] and queue.claim(offered, "w2") != "lost"
 
 
-def test_a_newer_room_elsewhere_closes_this_one_and_all_of_it_is_forgotten(room):
-    room.with_slots(1)
-    room.enqueue(a("j1", 1))
-    assert room.run("discard_queue", 2) == "changed" and room.run("queue_counts")[0] == 1
-    assert room.run("discard_queue", 1) == "closed" and room.run("queue_counts")[0] == 0
-    assert room.begin() == "cleared" and room.taken() == {}
+def test_a_newer_room_elsewhere_closes_this_one_and_all_of_it_is_forgotten(queue):
+    queue.with_slots(1)
+    queue.enqueue(a("j1", 1))
+    assert queue.run("discard_queue", 2) == "changed" and queue.run("queue_counts")[0] == 1
+    assert queue.run("discard_queue", 1) == "closed" and queue.run("queue_counts")[0] == 0
+    assert queue.begin() == "cleared" and queue.taken() == {}
 
 
 @pytest.mark.parametrize("close", ["close_queue", "discard_queue"])
-def test_only_a_new_filling_gets_another_name(room, close):
-    room.with_slots(1)
-    before = room.client.hget(room.key("meta"), "filling")
-    room.run(close, room.version if close == "close_queue" else 1)
-    room.begin()
-    after = room.client.hget(room.key("meta"), "filling")
+def test_only_a_new_filling_gets_another_name(queue, close):
+    queue.with_slots(1)
+    before = queue.client.hget(queue.key("meta"), "filling")
+    queue.run(close, queue.version if close == "close_queue" else 1)
+    queue.begin()
+    after = queue.client.hget(queue.key("meta"), "filling")
     assert (after == before) == (close == "close_queue")
-    room.begin()
-    assert room.client.hget(room.key("meta"), "filling") == after
+    queue.begin()
+    assert queue.client.hget(queue.key("meta"), "filling") == after
 
 
-def test_fewer_offers_than_somebody_has_seen_close_the_room(room):
-    room.with_slots(2)
-    room.enqueue(a("j1", 1))
-    kept = states(room.client)
-    (second,) = room.enqueue(a("j2", 2))
-    room.claim(second)
-    epoch, offers, _ = seen(room, "", 0, second)
-    put_back(room.client, kept)
-    assert seen(room, epoch, offers, second)[2] == ["unknown"]
-    assert room.offer() == [] and room.enqueue(a("j3", 3)) == []
-    assert room.begin() == "cleared"
+def test_fewer_offers_than_somebody_has_seen_close_the_room(queue):
+    queue.with_slots(2)
+    queue.enqueue(a("j1", 1))
+    kept = states(queue.client)
+    (second,) = queue.enqueue(a("j2", 2))
+    queue.claim(second)
+    epoch, offers, _ = seen(queue, "", 0, second)
+    put_back(queue.client, kept)
+    assert seen(queue, epoch, offers, second)[2] == ["unknown"]
+    assert queue.offer() == [] and queue.enqueue(a("j3", 3)) == []
+    assert queue.begin() == "cleared"
 
 
 @pytest.mark.parametrize(("epoch", "offers"), [("1", 2), ("another", 99), ("", 0)])
-def test_a_room_that_has_lost_nothing_stays_open(room, epoch, offers):
-    room.with_slots(2)
-    room.enqueue(a("j1", 1), a("j2", 2))
-    assert seen(room, epoch, offers) == ["1", 2, []]
-    assert room.run("queue_counts")[0] == 1
+def test_a_room_that_has_lost_nothing_stays_open(queue, epoch, offers):
+    queue.with_slots(2)
+    queue.enqueue(a("j1", 1), a("j2", 2))
+    assert seen(queue, epoch, offers) == ["1", 2, []]
+    assert queue.run("queue_counts")[0] == 1
 
 
-def test_means_outlive_a_lost_moment_and_not_another_record(room):
-    room.configure().with_slots(1)
-    (held,) = room.enqueue(a("j1", 1))
-    room.later(500)
-    room.release(held, "", signal="ok")
-    room.run("close_queue", room.version)
-    room.open()
-    room.sync(*room.servers)
-    assert room.run("model_status", "default|zimg", 0)[2] == 500
-    assert room.run("sync_catalog", "another record", 1, -1, 0, 1, 0)[0] == "foreign"
-    assert room.begin("another record") == "cleared"
-    assert room.run("model_status", "default|zimg", 0)[2] is None
+def test_means_outlive_a_lost_moment_and_not_another_record(queue):
+    queue.configure().with_slots(1)
+    (held,) = queue.enqueue(a("j1", 1))
+    queue.later(500)
+    queue.release(held, "", signal="ok")
+    queue.run("close_queue", queue.version)
+    queue.open()
+    queue.sync(*queue.servers)
+    assert queue.run("model_status", "default|zimg", 0)[2] == 500
+    assert queue.run("sync_catalog", "another record", 1, -1, 0, 1, 0)[0] == "foreign"
+    assert queue.begin("another record") == "cleared"
+    assert queue.run("model_status", "default|zimg", 0)[2] is None
 
 
-def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(room):
-    room.with_slots(1)
-    room.enqueue(a("j1", 1), a("j2", 2))
-    assert room.run("sync_catalog", "another record", 99, -1, 0, 1, 0)[0] == "foreign"
-    assert room.client.hkeys(room.key("servers")) == [b"gpu"] and room.taken() == {"gpu-slot0": "j1"}
-    assert room.run("queue_counts")[0] == 0
-    assert room.begin("another record") == "cleared"
-    assert room.run("sync_catalog", "another record", 1, -1, 0, 1, 1, *Server("new").args)[0] == "synced"
-    assert room.members("free") == ["new-slot0"] and room.waiting() == []
+def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(queue):
+    queue.with_slots(1)
+    queue.enqueue(a("j1", 1), a("j2", 2))
+    assert queue.run("sync_catalog", "another record", 99, -1, 0, 1, 0)[0] == "foreign"
+    assert queue.client.hkeys(queue.key("servers")) == [b"gpu"] and queue.taken() == {"gpu-slot0": "j1"}
+    assert queue.run("queue_counts")[0] == 0
+    assert queue.begin("another record") == "cleared"
+    assert queue.run("sync_catalog", "another record", 1, -1, 0, 1, 1, *Server("new").args)[0] == "synced"
+    assert queue.members("free") == ["new-slot0"] and queue.waiting() == []
 
 
-def test_what_a_caller_saw_of_the_catalog_must_still_hold_for_it_to_close_the_room(room):
-    room.with_slots(1)
-    assert room.run("close_queue", room.version - 1) == "changed" and room.run("queue_counts")[0] == 1
-    assert room.run("close_queue", room.version) == "closed" and room.run("queue_counts")[0] == 0
+def test_what_a_caller_saw_of_the_catalog_must_still_hold_for_it_to_close_the_room(queue):
+    queue.with_slots(1)
+    assert queue.run("close_queue", queue.version - 1) == "changed" and queue.run("queue_counts")[0] == 1
+    assert queue.run("close_queue", queue.version) == "closed" and queue.run("queue_counts")[0] == 0
 
 
-def test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one(room):
-    room.with_slots(2)
-    held = {offer.slot: offer for offer in room.enqueue(a("one", 1), a("two", 2))}
-    room.restore((a("old", 3), "x-1", "w1", "gpu-slot1"))
-    room.sync(Server("gpu", 1))
-    assert room.release(held["gpu-slot0"], "")[1] == [] and room.enqueue(a("next", 4)) == []
-    assert room.release(held["gpu-slot1"], "")[1] == [], "the one slot that is left is what the older run costs"
-    assert room.taken() == {"gpu-slot1": "old"}
+def test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one(queue):
+    queue.with_slots(2)
+    held = {offer.slot: offer for offer in queue.enqueue(a("one", 1), a("two", 2))}
+    queue.restore((a("old", 3), "x-1", "w1", "gpu-slot1"))
+    queue.sync(Server("gpu", 1))
+    assert queue.release(held["gpu-slot0"], "")[1] == [] and queue.enqueue(a("next", 4)) == []
+    assert queue.release(held["gpu-slot1"], "")[1] == [], "the one slot that is left is what the older run costs"
+    assert queue.taken() == {"gpu-slot1": "old"}
 
 
 # -- leases that were lost -------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_began_while_the_room_was_filled_is_taken_out_of_its_lane(room):
-    room.sync(Server("gpu"))
-    room.begin()
-    room.enqueue(a("j1", 1), a("j2", 2))
-    assert room.restore((a("j1", 1), "x-1", "w1", "gpu-slot0")) == 1
-    assert room.open() == "opened"
-    assert room.waiting() == ["j2"] and room.taken() == {"gpu-slot0": "j1"} and room.offer() == []
+def test_a_run_that_began_while_the_room_was_filled_is_taken_out_of_its_lane(queue):
+    queue.sync(Server("gpu"))
+    queue.begin()
+    queue.enqueue(a("j1", 1), a("j2", 2))
+    assert queue.restore((a("j1", 1), "x-1", "w1", "gpu-slot0")) == 1
+    assert queue.open() == "opened"
+    assert queue.waiting() == ["j2"] and queue.taken() == {"gpu-slot0": "j1"} and queue.offer() == []
 
 
-def test_slot_1_a_run_whose_slot_was_given_away_costs_its_server_another_one(room):
-    room.with_slots(2)
-    (other,) = room.enqueue(a("other", 1))
-    assert room.restore((a("old", 2), "x-1", "w1", other.slot)) == 1
-    assert room.enqueue(a("next", 3)) == [], "two run on the two slots"
-    room.sync(Server("gpu", 2))
-    assert room.offer() == []
-    _, offers = room.release(other, "")
+def test_slot_1_a_run_whose_slot_was_given_away_costs_its_server_another_one(queue):
+    queue.with_slots(2)
+    (other,) = queue.enqueue(a("other", 1))
+    assert queue.restore((a("old", 2), "x-1", "w1", other.slot)) == 1
+    assert queue.enqueue(a("next", 3)) == [], "two run on the two slots"
+    queue.sync(Server("gpu", 2))
+    assert queue.offer() == []
+    _, offers = queue.release(other, "")
     assert [(offer.job, offer.slot != other.slot) for offer in offers] == [("next", True)]

@@ -4,7 +4,7 @@ import pytest
 
 from routing.admission.submit_limits import LimitScripts
 from routing.queue.lanes import class_name
-from tests.support.room import RECORD, Room, Server, a
+from tests.support.fleet_queue import RECORD, FleetQueue, Server, a
 
 SMALL, LARGE = Server("small", attributes={"memory": 40}), Server("large", attributes={"memory": 80})
 POLICIES = pytest.mark.parametrize("policy", ["priority", "fair"])
@@ -14,118 +14,118 @@ def asks(job: str, seq: int, memory: int, tenant: str = "default", priority: int
     return a(job, seq, priority, tenant=tenant, constraints=f"memory>={memory}")
 
 
-def calls_of(room: Room, act) -> int:
+def calls_of(queue: FleetQueue, act) -> int:
     """How many commands Redis runs for it, those inside of scripts included."""
-    room.client.config_resetstat()
+    queue.client.config_resetstat()
     act()
-    return sum(row["calls"] for row in room.client.info("commandstats").values())
+    return sum(row["calls"] for row in queue.client.info("commandstats").values())
 
 
 @POLICIES
-def test_constraints_that_nobody_meets_cost_an_offer_nothing(room, policy):
-    room.configure(policy=policy).with_servers(SMALL)
+def test_constraints_that_nobody_meets_cost_an_offer_nothing(queue, policy):
+    queue.configure(policy=policy).with_servers(SMALL)
 
     def one_job(seq):
-        (held,) = room.enqueue(asks(f"ok{seq}", seq, 24, "other"))
-        room.release(held, "", signal="ok")
+        (held,) = queue.enqueue(asks(f"ok{seq}", seq, 24, "other"))
+        queue.release(held, "", signal="ok")
 
     one_job(1)
-    before = calls_of(room, lambda: one_job(2))
-    room.enqueue(*[asks(f"x{n}", 10 + n, 100 + n) for n in range(500)])
-    assert calls_of(room, lambda: one_job(3)) <= before + 2
+    before = calls_of(queue, lambda: one_job(2))
+    queue.enqueue(*[asks(f"x{n}", 10 + n, 100 + n) for n in range(500)])
+    assert calls_of(queue, lambda: one_job(3)) <= before + 2
 
 
 @POLICIES
-def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_of_them(room, policy):
-    room.configure(policy=policy).with_servers(Server("other", models=("flux",)), LARGE)
-    room.enqueue(asks("first", 1, 1))
+def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_of_them(queue, policy):
+    queue.configure(policy=policy).with_servers(Server("other", models=("flux",)), LARGE)
+    queue.enqueue(asks("first", 1, 1))
 
     def one_job(seq):
-        (other,) = room.enqueue(a(f"f{seq}", seq, model="flux"))
-        room.release(other, "", signal="ok")
+        (other,) = queue.enqueue(a(f"f{seq}", seq, model="flux"))
+        queue.release(other, "", signal="ok")
 
-    room.enqueue(asks("x", 2, 2))
+    queue.enqueue(asks("x", 2, 2))
     one_job(3)
-    before = calls_of(room, lambda: one_job(4))
-    room.enqueue(*[asks(f"x{n}", 10 + n, 3 + n, f"t{n}") for n in range(70)])
-    assert calls_of(room, lambda: one_job(5)) <= before + 2
+    before = calls_of(queue, lambda: one_job(4))
+    queue.enqueue(*[asks(f"x{n}", 10 + n, 3 + n, f"t{n}") for n in range(70)])
+    assert calls_of(queue, lambda: one_job(5)) <= before + 2
 
 
-def test_the_turn_among_many_constraints_is_that_of_the_policy(room):
-    room.with_servers(LARGE)
-    room.cool_down("large", 1000)
+def test_the_turn_among_many_constraints_is_that_of_the_policy(queue):
+    queue.with_servers(LARGE)
+    queue.cool_down("large", 1000)
     jobs = [asks(f"x{n}", n, 1 + n % 7, f"t{n % 2}", 1 + n * 5 % 9) for n in range(30)]
-    room.enqueue(*jobs)
-    room.later(1000)
-    assert room.drain() == [job.id for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
+    queue.enqueue(*jobs)
+    queue.later(1000)
+    assert queue.drain() == [job.id for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
 
 
-def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for(room):
-    room.configure(policy="fair").with_servers(LARGE)
-    room.cool_down("large", 1000)
-    room.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, priority=1))
-    room.later(1000)
-    assert room.drain()[0] == "urgent"
+def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for(queue):
+    queue.configure(policy="fair").with_servers(LARGE)
+    queue.cool_down("large", 1000)
+    queue.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, priority=1))
+    queue.later(1000)
+    assert queue.drain()[0] == "urgent"
 
 
-def test_a_server_that_comes_gets_what_nobody_met_in_order(room):
-    room.with_servers(SMALL)
-    room.enqueue(*[asks(f"x{n}", 10 - n, 50 + n) for n in range(5)])
-    assert room.offer() == []
-    room.sync(SMALL, LARGE)
-    assert room.drain() == ["x4", "x3", "x2", "x1", "x0"]
+def test_a_server_that_comes_gets_what_nobody_met_in_order(queue):
+    queue.with_servers(SMALL)
+    queue.enqueue(*[asks(f"x{n}", 10 - n, 50 + n) for n in range(5)])
+    assert queue.offer() == []
+    queue.sync(SMALL, LARGE)
+    assert queue.drain() == ["x4", "x3", "x2", "x1", "x0"]
 
 
-def test_what_a_server_no_longer_declares_it_gets_no_more(room):
-    room.with_servers(Server("gpu", attributes={"memory": 80}))
-    (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60), asks("j3", 3, 30))
-    room.sync(Server("gpu", attributes={"memory": 40}))
-    _, offers = room.release(held, "")
+def test_what_a_server_no_longer_declares_it_gets_no_more(queue):
+    queue.with_servers(Server("gpu", attributes={"memory": 80}))
+    (held,) = queue.enqueue(asks("j1", 1, 60), asks("j2", 2, 60), asks("j3", 3, 30))
+    queue.sync(Server("gpu", attributes={"memory": 40}))
+    _, offers = queue.release(held, "")
     assert [offer.job for offer in offers] == ["j3"]
 
 
-def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_looked_again_yet(room):
-    room.with_servers(Server("gpu", attributes={"memory": 80}))
-    (held,) = room.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
-    room.version += 1
-    room.run("sync_catalog", RECORD, room.version, -1, 0, 1, 1, *Server("gpu", attributes={"memory": 40}).args)
-    assert room.release(held, "") == ("released", [])
+def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_looked_again_yet(queue):
+    queue.with_servers(Server("gpu", attributes={"memory": 80}))
+    (held,) = queue.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
+    queue.version += 1
+    queue.run("sync_catalog", RECORD, queue.version, -1, 0, 1, 1, *Server("gpu", attributes={"memory": 40}).args)
+    assert queue.release(held, "") == ("released", [])
 
 
-def test_nothing_is_left_of_constraints_whose_jobs_have_gone(room):
-    room.with_servers(SMALL)
-    room.cool_down("small", 1000)
-    before = room.dump().keys()
+def test_nothing_is_left_of_constraints_whose_jobs_have_gone(queue):
+    queue.with_servers(SMALL)
+    queue.cool_down("small", 1000)
+    before = queue.dump().keys()
     jobs = [asks("met", 1, 30), asks("unmet", 2, 90), a("any", 3)]
-    room.enqueue(*jobs)
+    queue.enqueue(*jobs)
     for job in jobs:
-        assert room.withdraw(job) == "withdrawn"
-    assert room.dump().keys() <= before
+        assert queue.withdraw(job) == "withdrawn"
+    assert queue.dump().keys() <= before
 
 
-def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(room):
-    room.with_servers(SMALL)
-    room.cool_down("small", 1000)
-    room.enqueue(*[asks(f"x{n}", n, 100 + n % 2, "mean") for n in range(1, 9)], a("other", 10), asks("met", 11, 30))
-    assert room.position(asks("met", 11, 30)) == ["waiting", 1]
-    assert room.position(asks("x8", 8, 100, "mean")) == ["waiting", 3], "before it: those of its own constraints"
+def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(queue):
+    queue.with_servers(SMALL)
+    queue.cool_down("small", 1000)
+    queue.enqueue(*[asks(f"x{n}", n, 100 + n % 2, "mean") for n in range(1, 9)], a("other", 10), asks("met", 11, 30))
+    assert queue.position(asks("met", 11, 30)) == ["waiting", 1]
+    assert queue.position(asks("x8", 8, 100, "mean")) == ["waiting", 3], "before it: those of its own constraints"
 
 
-def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(room):
-    room.with_servers(SMALL)
-    room.enqueue(*[asks(f"x{n}", n, 100 + n, "mean") for n in range(1, 9)])
-    assert room.run("model_status", "mean|zimg", 0)[:2] == [8, 8]
+def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(queue):
+    queue.with_servers(SMALL)
+    queue.enqueue(*[asks(f"x{n}", n, 100 + n, "mean") for n in range(1, 9)])
+    assert queue.run("model_status", "mean|zimg", 0)[:2] == [8, 8]
 
 
-def test_equal_constraints_of_several_jobs_are_counted_once(room):
-    room.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
-    room.enqueue(a("plain", 5, tenant="a"))
+def test_equal_constraints_of_several_jobs_are_counted_once(queue):
+    queue.enqueue(asks("a1", 1, 1, "a"), asks("a2", 2, 2, "a", 1), asks("a3", 3, 2, "a", 9), asks("b1", 4, 3, "b"))
+    queue.enqueue(a("plain", 5, tenant="a"))
     known, new = (class_name("zimg", f"memory>={n}") for n in (3, 4))
-    scripts: LimitScripts = room.scripts.bind(LimitScripts)
+    scripts: LimitScripts = queue.scripts.bind(LimitScripts)
 
     def count(*classes: str) -> tuple[int, ...]:
-        return room.scripts.run(
-            scripts.count_constraints(room.fleet, account="a|zimg", models=["flux", "zimg"], classes=classes)
+        return queue.scripts.run(
+            scripts.count_constraints(queue.fleet, account="a|zimg", models=["flux", "zimg"], classes=classes)
         )
 
     assert count() == (2, 3)

@@ -14,7 +14,7 @@ from redis import Redis
 
 from slotkeeper.registry.policies import POLICIES
 from tests.routing.queue.search import search
-from tests.support.room import LEASE_MS, OFFER_MS, ROOM, Job, Offered, Room, Server
+from tests.support.fleet_queue import CAPACITY, LEASE_MS, OFFER_MS, FleetQueue, Job, Offered, Server
 
 MODELS, TENANTS, CONSTRAINTS = ("zimg", "flux"), ("t1", "t2", "t3"), ("", "", "gpu=A100")
 SERVERS = (
@@ -30,17 +30,17 @@ class Twins:
     def __init__(self, client: Redis, policy: str, random: Random) -> None:
         client.flushall()
         self.random, self.known, self.jobs = random, list[tuple[Offered, str]](), 0
-        self.rooms = Room(client, prefix="one"), Room(client, prefix="two")
+        self.queues = FleetQueue(client, prefix="one"), FleetQueue(client, prefix="two")
         for model in MODELS:
             limit, failures = random.choice((None, None, 1, 2)), random.choice((20, 1, 2))
             affinity = random.choice((0.0, 0.0, 5.0))
-            for room in self.rooms:
-                room.configure(model, policy=policy, tenant_slots=limit, breaker_failures=failures, affinity=affinity)
-        for room in self.rooms:
-            room.with_servers(*SERVERS)
+            for queue in self.queues:
+                queue.configure(model, policy=policy, tenant_slots=limit, breaker_failures=failures, affinity=affinity)
+        for queue in self.queues:
+            queue.with_servers(*SERVERS)
 
     def both(self, act: str, *args: Any, **how: Any) -> Any:
-        one, two = (getattr(room, act)(*args, **how) for room in self.rooms)
+        one, two = (getattr(queue, act)(*args, **how) for queue in self.queues)
         assert one == two
         return one
 
@@ -72,12 +72,12 @@ class Twins:
     def end_together(self) -> None:
         """End some of the runs in any order, together with releases that must be refused."""
         held = [
-            (Offered(job, lease, slot, "", "", 0, owner), owner) for job, lease, owner, slot in self.rooms[0].held()
+            (Offered(job, lease, slot, "", "", 0, owner), owner) for job, lease, owner, slot in self.queues[0].held()
         ]
         ending = self.random.sample(held, self.random.randint(0, len(held))) + self.known[: self.random.randint(0, 2)]
         self.random.shuffle(ending)
         rows = [self._release(n, *one) for n, one in enumerate(ending)]
-        one, two = self.rooms
+        one, two = self.queues
         joined, single = one.release_all(rows), [two.release_all([row])[0] for row in rows]
         assert joined == single
         for _, offers in joined:
@@ -87,7 +87,7 @@ class Twins:
     def _job(self) -> Job:
         random, self.jobs = self.random, self.jobs + 1
         model, tenant, constraints = random.choice(MODELS), random.choice(TENANTS), random.choice(CONSTRAINTS)
-        created = self.rooms[0].now - random.randint(0, 9_000)
+        created = self.queues[0].now - random.randint(0, 9_000)
         return Job(f"j{self.jobs}", self.jobs, random.choice((1, 5, 5, 9)), model, tenant, created, constraints)
 
     def _add_offers(self, offers: list[Offered]) -> None:
@@ -102,16 +102,16 @@ class Twins:
             random.choice(("ok", "ok", "refused", "failed", "busy", "")),
             random.choice((0, 0, 0, 500)),
         )
-        offering = [f"p{self.jobs}.{n}", random.choice((0, 1, 8)), random.choice((0, 1, 3, ROOM)), OFFER_MS]
+        offering = [f"p{self.jobs}.{n}", random.choice((0, 1, 8)), random.choice((0, 1, 3, CAPACITY)), OFFER_MS]
         claimant = random.choice(("", "w1", "w1"))
         row = [offer.job, offer.lease, holder, int(random.random() < 0.2), cooldown_ms, outcome]
         return [*row, *draining, *offering, claimant, LEASE_MS]
 
     @staticmethod
-    def _redis_state(room: Room) -> dict[str, Any]:
+    def _redis_state(queue: FleetQueue) -> dict[str, Any]:
         """Return all that Redis holds of the queue, by names without the prefix of the queue."""
-        own = room.key("")
-        return {name.removeprefix(own): text for name, text in room.dump().items() if name.startswith(own)}
+        own = queue.key("")
+        return {name.removeprefix(own): text for name, text in queue.dump().items() if name.startswith(own)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -27,7 +27,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.registry.snapshot import CatalogSnapshot
 from slotkeeper.registry.values import Server
 from tests.support.ends import release
-from tests.support.stage import SETTINGS
+from tests.support.harness import SETTINGS
 from tools.cluster.direct_starts import claim_offer
 
 JOB, SLOT, FLEET = "one", "gpu-slot0", "zimg"

@@ -13,7 +13,7 @@ import pytest
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.policies import POLICIES, longest_overtaking_s
 from tests.routing.queue import policies
-from tests.support.room import LEASE_MS, START_MS, Job, Offered, Room, Server, a, a_config
+from tests.support.fleet_queue import LEASE_MS, START_MS, FleetQueue, Job, Offered, Server, a, a_config
 
 ROWS = {**POLICIES, **{row.name: row for row in policies.ROWS}}
 every_policy = pytest.mark.parametrize("policy", ROWS)
@@ -61,93 +61,93 @@ def ids(jobs: list[Job]) -> list[str]:
 
 
 @every_policy
-def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(room, policy):
+def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(queue, policy):
     jobs = mixed(400)
-    room.configure(policy=policy)
-    room.enqueue(*random.Random(3).sample(jobs, len(jobs)))
-    room.with_slots(1)
-    drained = room.drain()
+    queue.configure(policy=policy)
+    queue.enqueue(*random.Random(3).sample(jobs, len(jobs)))
+    queue.with_slots(1)
+    drained = queue.drain()
     assert sorted(drained) == sorted(ids(jobs))
     place = {job: n for n, job in enumerate(drained)}
     for lane in {job.lane for job in jobs}:
         inside = [job for job in jobs if job.lane == lane]
         expected = sorted(inside, key=ORDER_IN_LANE.get(policy, by_acceptance))
         assert sorted(inside, key=lambda job: place[job.id]) == expected
-    assert room.lanes() == [] and room.run("queue_counts")[4] == []
+    assert queue.lanes() == [] and queue.run("queue_counts")[4] == []
 
 
 @every_policy
-def test_a_job_that_comes_back_is_offered_before_those_behind_it(room, policy):
-    room.configure(policy=policy).with_slots(1)
+def test_a_job_that_comes_back_is_offered_before_those_behind_it(queue, policy):
+    queue.configure(policy=policy).with_slots(1)
     jobs = [a(f"j{n}", n, created=START_MS + n) for n in range(1, 6)]
-    room.enqueue(*jobs)
-    (first,) = room.held()
+    queue.enqueue(*jobs)
+    (first,) = queue.held()
     held = Offered(first[0], first[1], first[3], "gpu", "zimg", 0, "")
-    _, (again,) = room.release(held, "", return_to_lane=True)
+    _, (again,) = queue.release(held, "", return_to_lane=True)
     following, then, *_ = ids(sorted(jobs, key=ORDER_IN_LANE.get(policy, by_acceptance)))
     assert again.job == following
-    assert room.drain() == [] and room.release(again, "")[1][0].job == then
+    assert queue.drain() == [] and queue.release(again, "")[1][0].job == then
 
 
 @every_policy
-def test_a_position_is_the_number_of_jobs_that_are_offered_before(room, policy):
+def test_a_position_is_the_number_of_jobs_that_are_offered_before(queue, policy):
     jobs = mixed(120, tenants=1 if ROWS[policy].is_by_tenant else 4)
-    room.configure(policy=policy)
-    room.enqueue(*jobs)
-    before = room.dump()
-    ahead = {job.id: room.position(job) for job in jobs}
-    assert room.dump() == before, "asking changes nothing"
-    room.with_slots(1)
-    assert [ahead[job] for job in room.drain()] == [["waiting", n] for n in range(len(jobs))]
+    queue.configure(policy=policy)
+    queue.enqueue(*jobs)
+    before = queue.dump()
+    ahead = {job.id: queue.position(job) for job in jobs}
+    assert queue.dump() == before, "asking changes nothing"
+    queue.with_slots(1)
+    assert [ahead[job] for job in queue.drain()] == [["waiting", n] for n in range(len(jobs))]
 
 
 @every_policy
-def test_the_position_that_is_returned_on_entry_is_the_position_of_the_job(room, policy):
-    room.configure(policy=policy)
+def test_the_position_that_is_returned_on_entry_is_the_position_of_the_job(queue, policy):
+    queue.configure(policy=policy)
     for job in mixed(60):
-        ahead, run_ms = room.place_on_entry(job)
-        assert (["waiting", ahead], run_ms) == (room.position(job), None)
+        ahead, run_ms = queue.place_on_entry(job)
+        assert (["waiting", ahead], run_ms) == (queue.position(job), None)
 
 
-def test_a_job_that_is_offered_as_it_comes_in_has_no_position(room):
-    room.with_slots(1)
-    assert room.place_on_entry(a("first", 1))[0] is None
-    assert room.place_on_entry(a("second", 2))[0] == 0
-    assert room.place_on_entry(a("first", 1))[0] is None, "it holds its slot still"
+def test_a_job_that_is_offered_as_it_comes_in_has_no_position(queue):
+    queue.with_slots(1)
+    assert queue.place_on_entry(a("first", 1))[0] is None
+    assert queue.place_on_entry(a("second", 2))[0] == 0
+    assert queue.place_on_entry(a("first", 1))[0] is None, "it holds its slot still"
 
 
-def test_under_fair_the_position_counts_the_turns_of_other_tenants(room):
-    room.configure(policy="fair", weights={"t0": 2})
+def test_under_fair_the_position_counts_the_turns_of_other_tenants(queue):
+    queue.configure(policy="fair", weights={"t0": 2})
     jobs = mixed(200)
-    room.enqueue(*jobs)
-    ahead = {job.id: room.position(job)[1] for job in jobs}
-    room.with_slots(1)
-    off = [abs(ahead[job] - n) for n, job in enumerate(drain_for(room, 1000))]
+    queue.enqueue(*jobs)
+    ahead = {job.id: queue.position(job)[1] for job in jobs}
+    queue.with_slots(1)
+    off = [abs(ahead[job] - n) for n, job in enumerate(drain_for(queue, 1000))]
     assert max(off) <= 6, "exact but for ties between tenants"
 
 
 @every_policy
-def test_the_order_is_the_same_however_often_jobs_are_put_in(room, policy):
+def test_the_order_is_the_same_however_often_jobs_are_put_in(queue, policy):
     jobs = mixed(100)
-    room.configure(policy=policy)
-    room.enqueue(*jobs)
-    before = room.dump()
-    room.enqueue(*jobs)
-    assert room.dump() == before
+    queue.configure(policy=policy)
+    queue.enqueue(*jobs)
+    before = queue.dump()
+    queue.enqueue(*jobs)
+    assert queue.dump() == before
 
 
 @pytest.mark.parametrize("old", ROWS)
 @pytest.mark.parametrize("new", ROWS)
-def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(room, client, old, new):
+def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(queue, client, old, new):
     jobs = mixed(150)
-    room.configure(policy=old)
-    room.enqueue(*jobs)
-    room.configure(policy=new).begin()
-    room.with_slots(1).enqueue(*jobs, limit=0)  # A policy that orders lanes differently has the queue filled again.
-    fresh = Room(client, "zimg", prefix="fresh").configure(policy=new)
+    queue.configure(policy=old)
+    queue.enqueue(*jobs)
+    queue.configure(policy=new).begin()
+    queue.with_slots(1).enqueue(*jobs, limit=0)  # A policy that orders lanes differently has the queue filled again.
+    fresh = FleetQueue(client, "zimg", prefix="fresh").configure(policy=new)
     fresh.enqueue(*jobs)
     fresh.with_slots(1)
-    drained = room.drain()
+    drained = queue.drain()
     assert sorted(drained) == sorted(ids(jobs))
     if ROWS[new].is_by_tenant:  # ties between tenants fall by name, whatever was before
         assert Counter(by_tenant(jobs, drained)[:50]) == Counter(by_tenant(jobs, fresh.drain())[:50])
@@ -156,47 +156,47 @@ def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(ro
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_edf_offers_the_earliest_deadline_first_whatever_came_when(room, seed):
+def test_edf_offers_the_earliest_deadline_first_whatever_came_when(queue, seed):
     kinds = itertools.cycle(("", "gpu=A100"))
     jobs = [replace(job, constraints=next(kinds)) for job in mixed(300, seed)]
-    room.configure(policy="edf")
+    queue.configure(policy="edf")
     shuffled = random.Random(seed).sample(jobs, len(jobs))
     for start in range(0, len(jobs), 50):
-        room.enqueue(*shuffled[start : start + 50])
-    room.with_servers(Server("gpu", 1, attributes={"gpu": "A100"}))
-    assert room.drain() == ids(sorted(jobs, key=by_deadline))
+        queue.enqueue(*shuffled[start : start + 50])
+    queue.with_servers(Server("gpu", 1, attributes={"gpu": "A100"}))
+    assert queue.drain() == ids(sorted(jobs, key=by_deadline))
 
 
-def test_under_edf_a_job_that_comes_back_goes_before_later_deadlines(room):
+def test_under_edf_a_job_that_comes_back_goes_before_later_deadlines(queue):
     first, second = (a(name, n, deadline=START_MS + 1000 * n) for n, name in ((1, "first"), (2, "second")))
-    room.configure(policy="edf").with_slots(1)
-    (offer,) = room.enqueue(second)
-    assert room.enqueue(first, a("last", 3)) == []
-    _, (following,) = room.release(offer, "", return_to_lane=True)
-    assert (following.job, room.waiting()) == ("first", ["second", "last"])
+    queue.configure(policy="edf").with_slots(1)
+    (offer,) = queue.enqueue(second)
+    assert queue.enqueue(first, a("last", 3)) == []
+    _, (following,) = queue.release(offer, "", return_to_lane=True)
+    assert (following.job, queue.waiting()) == ("first", ["second", "last"])
 
 
-def test_under_edf_a_lease_that_was_restored_goes_back_to_its_place(room):
+def test_under_edf_a_lease_that_was_restored_goes_back_to_its_place(queue):
     jobs = [a(f"j{n}", n, deadline=START_MS + 10_000 - 1000 * n) for n in range(1, 4)]
-    room.configure(policy="edf").with_slots(1)
-    room.restore((jobs[1], "l1", "w1", "gpu-slot0"))
-    room.enqueue(jobs[0], jobs[2])
+    queue.configure(policy="edf").with_slots(1)
+    queue.restore((jobs[1], "l1", "w1", "gpu-slot0"))
+    queue.enqueue(jobs[0], jobs[2])
     held = Offered("j2", "l1", "gpu-slot0", "gpu", "zimg", 0, "")
-    room.release(held, "w1", return_to_lane=True, limit=0)
-    assert room.drain() == ["j3", "j2", "j1"]
+    queue.release(held, "w1", return_to_lane=True, limit=0)
+    assert queue.drain() == ["j3", "j2", "j1"]
 
 
-def test_models_of_other_policies_take_turns_with_edf_by_priority_and_time(room):
-    room.configure("zimg", policy="edf").configure("flux", policy="priority")
-    room.with_servers(Server("gpu", 1, models=("zimg", "flux")))
+def test_models_of_other_policies_take_turns_with_edf_by_priority_and_time(queue):
+    queue.configure("zimg", policy="edf").configure("flux", policy="priority")
+    queue.with_servers(Server("gpu", 1, models=("zimg", "flux")))
     waiting = [
         a("z1", 1, model="zimg", created=START_MS + 1, deadline=START_MS + 60_000),
         a("f2", 2, model="flux", created=START_MS + 2),
         a("z3", 3, model="zimg", created=START_MS + 3, deadline=START_MS + 1000),
         a("f4", 4, 1, model="flux", created=START_MS + 4),
     ]
-    room.enqueue(*waiting, limit=0)
-    assert room.drain() == ["f4", "f2", "z3", "z1"]
+    queue.enqueue(*waiting, limit=0)
+    assert queue.drain() == ["f4", "f2", "z3", "z1"]
 
 
 def by_tenant(jobs: list[Job], order: list[str]) -> list[str]:
@@ -205,98 +205,98 @@ def by_tenant(jobs: list[Job], order: list[str]) -> list[str]:
 
 
 @every_policy
-def test_a_paused_tenant_waits_and_keeps_its_place(room, policy):
+def test_a_paused_tenant_waits_and_keeps_its_place(queue, policy):
     jobs = mixed(60, tenants=2)
-    room.configure(policy=policy)
-    room.enqueue(*jobs)
-    room.rules["tenant t0"] = "paused"
-    room.with_slots(1)
+    queue.configure(policy=policy)
+    queue.enqueue(*jobs)
+    queue.rules["tenant t0"] = "paused"
+    queue.with_slots(1)
     others = [job.id for job in jobs if job.tenant == "t1"]
-    assert sorted(room.drain()) == sorted(others)
-    del room.rules["tenant t0"]
-    room.sync(*room.servers)
-    drained = room.drain()
+    assert sorted(queue.drain()) == sorted(others)
+    del queue.rules["tenant t0"]
+    queue.sync(*queue.servers)
+    drained = queue.drain()
     assert sorted(drained) == sorted(set(ids(jobs)) - set(others))
 
 
 @every_policy
 @pytest.mark.parametrize("rule", ["paused", "no slot left"])
-def test_what_holds_a_tenant_up_does_not_hide_its_own_jobs_from_each_other(room, policy, rule):
+def test_what_holds_a_tenant_up_does_not_hide_its_own_jobs_from_each_other(queue, policy, rule):
     jobs = mixed(60, tenants=1)
     limits = {"tenant_slots": 1} if rule == "no slot left" else {}
-    room.configure(policy=policy, **limits)
+    queue.configure(policy=policy, **limits)
     if limits:
-        room.with_slots(2).enqueue(a("holds", 0, 1, tenant="t0"))
-    room.enqueue(*jobs)
+        queue.with_slots(2).enqueue(a("holds", 0, 1, tenant="t0"))
+    queue.enqueue(*jobs)
     if not limits:
-        room.rules["tenant t0"] = "paused"
-        room.sync(*room.servers)
-    ahead = sorted(room.position(job)[1] for job in jobs)
+        queue.rules["tenant t0"] = "paused"
+        queue.sync(*queue.servers)
+    ahead = sorted(queue.position(job)[1] for job in jobs)
     assert ahead == list(range(60))
 
 
 @every_policy
-def test_a_tenant_holds_no_more_slots_than_it_may(room, policy):
-    room.configure(policy=policy, tenant_slots=2, tenant_slot_limits={"t1": 3}).with_slots(10)
+def test_a_tenant_holds_no_more_slots_than_it_may(queue, policy):
+    queue.configure(policy=policy, tenant_slots=2, tenant_slot_limits={"t1": 3}).with_slots(10)
     jobs = mixed(40, tenants=3)
-    room.enqueue(*jobs, limit=100)
-    held = Counter(by_tenant(jobs, list(room.taken().values())))
+    queue.enqueue(*jobs, limit=100)
+    held = Counter(by_tenant(jobs, list(queue.taken().values())))
     assert held == {"t0": 2, "t1": 3, "t2": 2}
     # Whoever gives one back gets the next.
-    first = room.held()[0]
+    first = queue.held()[0]
     offered = Offered(first[0], first[1], first[3], "gpu", "zimg", 0, "")
     (tenant,) = by_tenant(jobs, [offered.job])
-    _, (following,) = room.release(offered, "", limit=100)
+    _, (following,) = queue.release(offered, "", limit=100)
     assert by_tenant(jobs, [following.job]) == [tenant]
 
 
 @every_policy
-def test_a_tenant_holds_at_most_max_slots_of_a_fleet(room, policy):
+def test_a_tenant_holds_at_most_max_slots_of_a_fleet(queue, policy):
     """Of all models together; a limit for all is that of each tenant without its own."""
     for model in ("zimg", "flux"):
-        room.configure(model, policy=policy)
-    room.rules |= {"slots t0": "3", "slots ": "4"}
-    room.with_servers(Server("gpu", models=("zimg", "flux"), slots=20))
+        queue.configure(model, policy=policy)
+    queue.rules |= {"slots t0": "3", "slots ": "4"}
+    queue.with_servers(Server("gpu", models=("zimg", "flux"), slots=20))
     jobs = [a(f"j{n}", n, tenant=f"t{n % 3}", model=("zimg", "flux")[n // 3 % 2]) for n in range(36)]
-    held = room.enqueue(*jobs, limit=100)
-    assert Counter(by_tenant(jobs, list(room.taken().values()))) == {"t0": 3, "t1": 4, "t2": 4}
+    held = queue.enqueue(*jobs, limit=100)
+    assert Counter(by_tenant(jobs, list(queue.taken().values()))) == {"t0": 3, "t1": 4, "t2": 4}
     for _ in range(5):  # Whoever gives one back gets the next, of whichever model.
         offer = held.pop(0)
-        _, (following,) = room.release(offer, "", limit=100)
+        _, (following,) = queue.release(offer, "", limit=100)
         assert by_tenant(jobs, [following.job]) == by_tenant(jobs, [offer.job])
         held.append(following)
-    room.rules["slots t0"] = "5"
-    del room.rules["slots "]
-    room.sync(*room.servers)
-    room.offer()
-    assert Counter(by_tenant(jobs, list(room.taken().values())))["t0"] == 5
+    queue.rules["slots t0"] = "5"
+    del queue.rules["slots "]
+    queue.sync(*queue.servers)
+    queue.offer()
+    assert Counter(by_tenant(jobs, list(queue.taken().values())))["t0"] == 5
 
 
 @every_policy
 @pytest.mark.parametrize("state", ["paused", "frozen"])
-def test_a_stopped_model_is_offered_to_nobody_until_it_goes_on(room, policy, state):
-    room.configure(policy=policy, state=state).with_slots(2)
-    assert room.enqueue(a("j1", 1)) == []
-    room.configure(policy=policy, state="draining")
-    assert [offer.job for offer in room.offer()] == ["j1"], "what waits goes on; only new jobs are refused"
+def test_a_stopped_model_is_offered_to_nobody_until_it_goes_on(queue, policy, state):
+    queue.configure(policy=policy, state=state).with_slots(2)
+    assert queue.enqueue(a("j1", 1)) == []
+    queue.configure(policy=policy, state="draining")
+    assert [offer.job for offer in queue.offer()] == ["j1"], "what waits goes on; only new jobs are refused"
 
 
-def test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen(room):
+def test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen(queue):
     jobs = mixed(60)
-    room.configure(policy="of-tomorrow", tier_head_start=1)
-    room.enqueue(*jobs)
-    by_priority = [room.position(job)[1] for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
+    queue.configure(policy="of-tomorrow", tier_head_start=1)
+    queue.enqueue(*jobs)
+    by_priority = [queue.position(job)[1] for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
     assert by_priority == list(range(60))
-    room.configure(policy="fifo").with_slots(1)
-    assert room.drain() == ids(jobs)
+    queue.configure(policy="fifo").with_slots(1)
+    assert queue.drain() == ids(jobs)
 
 
 @every_policy
-def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_server(room, policy):
-    room.configure("zimg", policy=policy, affinity=0).configure("flux", affinity=0)
-    room.enqueue(a("flux", 2, model="flux", created=room.now), a("zimg", 1, created=room.now))
-    room.with_servers(Server("gpu", 1, models=("zimg", "flux")))
-    assert sorted(room.drain()) == ["flux", "zimg"]
+def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_server(queue, policy):
+    queue.configure("zimg", policy=policy, affinity=0).configure("flux", affinity=0)
+    queue.enqueue(a("flux", 2, model="flux", created=queue.now), a("zimg", 1, created=queue.now))
+    queue.with_servers(Server("gpu", 1, models=("zimg", "flux")))
+    assert sorted(queue.drain()) == ["flux", "zimg"]
 
 
 # -- aging: a bound that can be printed --------------------------------------------------------------------------
@@ -305,23 +305,23 @@ def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_s
 @pytest.mark.parametrize(
     ("policy", "seed"), [("aging", seed) for seed in range(25)] + [("doubling", seed) for seed in range(5)]
 )
-def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(room, policy, seed):
+def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(queue, policy, seed):
     draw = random.Random(seed)
     config = a_config(policy, tier_head_start=draw.choice([0.5, 3, 20]))
-    room.configure(policy=policy, tier_head_start=config.tier_head_start).with_slots(1)
+    queue.configure(policy=policy, tier_head_start=config.tier_head_start).with_slots(1)
     jobs, started, offers, seq = {}, [], [], 0
     for _ in range(300):
         for _ in range(draw.choice([0, 0, 1, 1, 1, 2, 5])):
             seq += 1
             # A steady stream of the most urgent, and few others: under strict priorities those would starve.
-            job = a(f"j{seq}", seq, 1 if draw.random() < 0.7 else draw.randint(2, 9), created=room.now)
+            job = a(f"j{seq}", seq, 1 if draw.random() < 0.7 else draw.randint(2, 9), created=queue.now)
             jobs[job.id] = job
-            offers += room.enqueue(job)
+            offers += queue.enqueue(job)
         if offers:
             offer = offers.pop(0)
             started.append(offer.job)
-            offers += room.release(offer, "")[1]
-        room.later(draw.randint(1, 800))
+            offers += queue.release(offer, "")[1]
+        queue.later(draw.randint(1, 800))
     place = {job: n for n, job in enumerate(started)}
     for late in jobs.values():
         bound_s = longest_overtaking_s(late.priority, config)
@@ -331,10 +331,10 @@ def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bou
             assert all(job.created <= late.created + bound_s * SECOND for job in before)
 
 
-def test_under_priority_the_least_urgent_starve_and_under_aging_they_do_not(room):
+def test_under_priority_the_least_urgent_starve_and_under_aging_they_do_not(queue):
     """Shows that the test above can fail: the same load under strict priorities."""
     for policy, starves in (("priority", True), ("aging", False)):
-        here = Room(room.client, prefix=policy).configure(policy=policy, tier_head_start=1).with_slots(1)
+        here = FleetQueue(queue.client, prefix=policy).configure(policy=policy, tier_head_start=1).with_slots(1)
         offers = here.enqueue(a("busy", 1, 1), a("low", 2, 9, created=here.now))
         started = []
         for seq in range(3, 60):
@@ -355,19 +355,19 @@ def test_fifo_and_the_most_urgent_of_priority_are_overtaken_by_nothing():
 # -- fair: slot time by weight -----------------------------------------------------------------------------------
 
 
-def drain_for(room: Room, runs: int, took_ms: dict[str, int] | None = None) -> list[str]:
+def drain_for(queue: FleetQueue, runs: int, took_ms: dict[str, int] | None = None) -> list[str]:
     """Run jobs one after another, each as long as `took_ms` of its id says (100 ms if not), on the clock."""
     order = []
-    offers = room.offer(1)
+    offers = queue.offer(1)
     while offers and len(order) < runs:
         order.append(offers[0].job)
-        room.later((took_ms or {}).get(offers[0].job, 100))
-        _, offers = room.release(offers[0], "", limit=1, signal="ok")
+        queue.later((took_ms or {}).get(offers[0].job, 100))
+        _, offers = queue.release(offers[0], "", limit=1, signal="ok")
     return order
 
 
-def test_under_fair_each_tenant_gets_slot_time_by_its_weight(room):
-    room.configure(policy="fair", weights={"heavy": 3, "half": 0.5})
+def test_under_fair_each_tenant_gets_slot_time_by_its_weight(queue):
+    queue.configure(policy="fair", weights={"heavy": 3, "half": 0.5})
     draw = random.Random(4)
     jobs, took = [], {}
     for seq in range(1, 1500):
@@ -376,9 +376,9 @@ def test_under_fair_each_tenant_gets_slot_time_by_its_weight(room):
         # The plain one has jobs ten times as long as the others': it gets fewer of them, not more time.
         took[job.id] = draw.randint(50, 150) * (10 if tenant == "plain" else 1)
         jobs.append(job)
-    room.enqueue(*jobs)
-    room.with_slots(1)
-    ran = drain_for(room, 500, took)
+    queue.enqueue(*jobs)
+    queue.with_slots(1)
+    ran = drain_for(queue, 500, took)
     used: dict[str, int] = defaultdict(int)
     for job, tenant in zip(ran, by_tenant(jobs, ran), strict=True):
         used[tenant] += took[job]
@@ -386,55 +386,55 @@ def test_under_fair_each_tenant_gets_slot_time_by_its_weight(room):
     assert max(shares.values()) - min(shares.values()) <= 0.08 * max(shares.values())
 
 
-def test_under_fair_priorities_count_inside_a_tenant_only(room):
-    room.configure(policy="fair")
-    room.enqueue(*[a(f"urgent{n}", n, 1, tenant="loud") for n in range(1, 20)])
-    room.enqueue(a("late", 50, 9, tenant="quiet"), a("later", 51, 2, tenant="quiet"))
-    room.with_slots(1)
-    drained = drain_for(room, 100)
+def test_under_fair_priorities_count_inside_a_tenant_only(queue):
+    queue.configure(policy="fair")
+    queue.enqueue(*[a(f"urgent{n}", n, 1, tenant="loud") for n in range(1, 20)])
+    queue.enqueue(a("late", 50, 9, tenant="quiet"), a("later", 51, 2, tenant="quiet"))
+    queue.with_slots(1)
+    drained = drain_for(queue, 100)
     assert drained.index("later") < drained.index("late") <= 4
 
 
-def test_under_fair_a_tenant_that_was_idle_has_saved_nothing(room):
-    room.configure(policy="fair").with_slots(1)
-    room.enqueue(*[a(f"busy{n}", n, tenant="busy") for n in range(1, 40)], limit=0)
-    drain_for(room, 20)
-    room.release(Offered("busy21", room.lease_of("busy21")["lease"], "gpu-slot0", "gpu", "zimg", 0, ""), "", limit=0)
-    room.enqueue(*[a(f"new{n}", 100 + n, tenant="new") for n in range(1, 20)], limit=0)
-    order = drain_for(room, 10)
+def test_under_fair_a_tenant_that_was_idle_has_saved_nothing(queue):
+    queue.configure(policy="fair").with_slots(1)
+    queue.enqueue(*[a(f"busy{n}", n, tenant="busy") for n in range(1, 40)], limit=0)
+    drain_for(queue, 20)
+    queue.release(Offered("busy21", queue.lease_of("busy21")["lease"], "gpu-slot0", "gpu", "zimg", 0, ""), "", limit=0)
+    queue.enqueue(*[a(f"new{n}", 100 + n, tenant="new") for n in range(1, 20)], limit=0)
+    order = drain_for(queue, 10)
     assert 4 <= sum(job.startswith("new") for job in order) <= 6, "half of the turns, and not all of them"
 
 
-def test_under_fair_a_long_run_is_charged_while_it_goes_on(room):
-    room.configure(policy="fair").with_slots(2)
-    room.enqueue(*[a(f"long{n}", n, tenant="long") for n in range(1, 9)], limit=1)
-    (held,) = room.held()
+def test_under_fair_a_long_run_is_charged_while_it_goes_on(queue):
+    queue.configure(policy="fair").with_slots(2)
+    queue.enqueue(*[a(f"long{n}", n, tenant="long") for n in range(1, 9)], limit=1)
+    (held,) = queue.held()
     long = Offered(held[0], held[1], held[3], "gpu", "zimg", 0, "")
-    room.claim(long)
+    queue.claim(long)
     for _ in range(5):
-        room.later(SECOND)
-        assert room.renew("w1", long) == ["renewed"]
-    room.enqueue(*[a(f"short{n}", 50 + n, tenant="short") for n in range(1, 30)], limit=0)
-    assert all(job.startswith("short") for job in drain_for(room, 20)), "it has used five seconds already"
+        queue.later(SECOND)
+        assert queue.renew("w1", long) == ["renewed"]
+    queue.enqueue(*[a(f"short{n}", 50 + n, tenant="short") for n in range(1, 30)], limit=0)
+    assert all(job.startswith("short") for job in drain_for(queue, 20)), "it has used five seconds already"
 
 
-def test_under_fair_what_a_run_really_took_replaces_the_estimate(room):
-    room.configure(policy="fair").with_slots(1)
+def test_under_fair_what_a_run_really_took_replaces_the_estimate(queue):
+    queue.configure(policy="fair").with_slots(1)
     jobs = [a(f"{tenant}{n}", 2 * n + m, tenant=tenant) for n in range(1, 200) for m, tenant in enumerate(("x", "y"))]
-    room.enqueue(*jobs, limit=0)
+    queue.enqueue(*jobs, limit=0)
     took = {job.id: 10 if job.tenant == "x" else 1000 for job in jobs}
-    order = drain_for(room, 150, took)
+    order = drain_for(queue, 150, took)
     xs, ys = sum(job.startswith("x") for job in order), sum(job.startswith("y") for job in order)
     assert xs > 20 * ys
 
 
-def test_tags_of_tenants_that_have_gone_are_forgotten(room):
-    room.configure(policy="fair").with_slots(1)
+def test_tags_of_tenants_that_have_gone_are_forgotten(queue):
+    queue.configure(policy="fair").with_slots(1)
     for n in range(1, 600):
-        room.enqueue(a(f"j{n}", n, tenant=f"t{n}"), limit=0)
-    drain_for(room, 1000)
-    assert room.client.zcard(room.key("tags:zimg")) < 64
-    assert room.client.hlen(room.key("held")) == 0 and room.client.hlen(room.key("lanes")) == 0
+        queue.enqueue(a(f"j{n}", n, tenant=f"t{n}"), limit=0)
+    drain_for(queue, 1000)
+    assert queue.client.zcard(queue.key("tags:zimg")) < 64
+    assert queue.client.hlen(queue.key("held")) == 0 and queue.client.hlen(queue.key("lanes")) == 0
 
 
 # -- placement -----------------------------------------------------------------------------------------------------
@@ -460,48 +460,49 @@ T4 = Server("small", 1, attributes={"gpu": "T4", "memory": 16.0, "region": "us",
         ("version=2", {"small"}),
     ],
 )
-def test_a_job_is_offered_only_where_its_needs_are_met(room, constraints, where):
-    room.with_servers(A100, T4)
+def test_a_job_is_offered_only_where_its_needs_are_met(queue, constraints, where):
+    queue.with_servers(A100, T4)
     found = {
-        offer.server for offer in room.enqueue(a("j1", 1, constraints=constraints), a("j2", 2, constraints=constraints))
+        offer.server
+        for offer in queue.enqueue(a("j1", 1, constraints=constraints), a("j2", 2, constraints=constraints))
     }
     assert found == where
 
 
-def test_a_job_that_nobody_can_take_now_does_not_hold_up_those_behind_it(room):
-    room.with_servers(A100, T4)
-    room.enqueue(a("first", 1, constraints="gpu=A100"), a("stuck", 2, 1, constraints="gpu=A100"), a("free to go", 3))
-    assert room.taken() == {"big-slot0": "stuck", "small-slot0": "free to go"}
-    assert room.waiting() == ["first"]
+def test_a_job_that_nobody_can_take_now_does_not_hold_up_those_behind_it(queue):
+    queue.with_servers(A100, T4)
+    queue.enqueue(a("first", 1, constraints="gpu=A100"), a("stuck", 2, 1, constraints="gpu=A100"), a("free to go", 3))
+    assert queue.taken() == {"big-slot0": "stuck", "small-slot0": "free to go"}
+    assert queue.waiting() == ["first"]
 
 
-def test_of_equal_servers_the_less_loaded_is_chosen(room):
-    room.with_servers(Server("a", 4), Server("b", 4), Server("c", 4))
-    offers = room.enqueue(*[a(f"j{n}", n) for n in range(1, 7)])
+def test_of_equal_servers_the_less_loaded_is_chosen(queue):
+    queue.with_servers(Server("a", 4), Server("b", 4), Server("c", 4))
+    offers = queue.enqueue(*[a(f"j{n}", n) for n in range(1, 7)])
     assert Counter(offer.server for offer in offers) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(room):
-    room.with_servers(Server("bad", 1), Server("good", 1))
-    (offer,) = room.enqueue(a("j1", 1, constraints=""), limit=1)
-    room.release(offer, "", signal="failed")
+def test_a_server_whose_runs_fail_is_chosen_last_until_that_is_long_ago(queue):
+    queue.with_servers(Server("bad", 1), Server("good", 1))
+    (offer,) = queue.enqueue(a("j1", 1, constraints=""), limit=1)
+    queue.release(offer, "", signal="failed")
     for n in range(2, 6):
-        (following,) = room.enqueue(a(f"j{n}", n))
+        (following,) = queue.enqueue(a(f"j{n}", n))
         assert following.server != offer.server
-        room.release(following, "")
-    room.later(30 * 60 * SECOND)
-    assert room.run("server_status")[0][-1][0][1][1] == "0.000"
+        queue.release(following, "")
+    queue.later(30 * 60 * SECOND)
+    assert queue.run("server_status")[0][-1][0][1][1] == "0.000"
 
 
-def test_a_faster_server_and_a_heavier_one_are_chosen_first(room):
-    room.with_servers(Server("slow", 1), Server("fast", 1))
+def test_a_faster_server_and_a_heavier_one_are_chosen_first(queue):
+    queue.with_servers(Server("slow", 1), Server("fast", 1))
     for n in range(1, 40):
-        (offer,) = room.enqueue(a(f"j{n}", n))
-        room.later(1000 if offer.server == "slow" else 100)
-        room.release(offer, "", signal="ok")
-    assert {room.enqueue(a(f"k{n}", 50 + n))[0].server for n in (1,)} == {"fast"}
-    room.sync(Server("slow", 1, weight=20), Server("fast", 1))
-    (heavy,) = room.enqueue(a("k2", 52))
+        (offer,) = queue.enqueue(a(f"j{n}", n))
+        queue.later(1000 if offer.server == "slow" else 100)
+        queue.release(offer, "", signal="ok")
+    assert {queue.enqueue(a(f"k{n}", 50 + n))[0].server for n in (1,)} == {"fast"}
+    queue.sync(Server("slow", 1, weight=20), Server("fast", 1))
+    (heavy,) = queue.enqueue(a("k2", 52))
     assert heavy.server == "slow"
 
 
@@ -513,53 +514,53 @@ def mixed_models(count: int, models: int, seed: int = 5) -> list[Job]:
     return [a(f"j{seq}", seq, model=f"m{draw.randrange(models)}") for seq in range(1, count + 1)]
 
 
-def run_shared(room: Room, jobs: list[Job], took_ms: int = 1000) -> tuple[list[tuple[int, str]], int]:
+def run_shared(queue: FleetQueue, jobs: list[Job], took_ms: int = 1000) -> tuple[list[tuple[int, str]], int]:
     """Run all on two servers with two slots each; answers (when, job) in order of the starts, and the swaps."""
     names = tuple(sorted({job.model for job in jobs}))
-    room.enqueue(*jobs, limit=0)
-    room.with_servers(Server("one", 2, models=names), Server("two", 2, models=names))
+    queue.enqueue(*jobs, limit=0)
+    queue.with_servers(Server("one", 2, models=names), Server("two", 2, models=names))
     running, starts = [], []
-    running += [(room.now + took_ms, offer) for offer in room.offer()]
-    starts += [(room.now, offer.job) for _, offer in running]
+    running += [(queue.now + took_ms, offer) for offer in queue.offer()]
+    starts += [(queue.now, offer.job) for _, offer in running]
     while running:
         at, offer = running.pop(0)
-        room.set_clock(at)
-        for following in room.release(offer, "", signal="ok")[1]:
+        queue.set_clock(at)
+        for following in queue.release(offer, "", signal="ok")[1]:
             starts.append((at, following.job))
             running.append((at + took_ms, following))
-    swaps = sum(row[11] for row in room.run("server_status"))
+    swaps = sum(row[11] for row in queue.run("server_status"))
     return starts, swaps
 
 
-def test_affinity_saves_four_of_five_swaps_on_four_models_over_two_servers(room, client):
+def test_affinity_saves_four_of_five_swaps_on_four_models_over_two_servers(queue, client):
     jobs = mixed_models(600, 4)
     for model in range(4):
-        room.configure(f"m{model}", affinity=0)
-    _, plain = run_shared(room, jobs)
-    room = Room(client, prefix="affinity")
+        queue.configure(f"m{model}", affinity=0)
+    _, plain = run_shared(queue, jobs)
+    queue = FleetQueue(client, prefix="affinity")
     for model in range(4):
-        room.configure(f"m{model}", affinity=30)
-    starts, kept = run_shared(room, jobs)
+        queue.configure(f"m{model}", affinity=30)
+    starts, kept = run_shared(queue, jobs)
     assert len({job for _, job in starts}) == 600
     assert plain > 300 and kept <= 0.2 * plain
 
 
 @pytest.mark.parametrize("affinity_s", [2, 10])
-def test_once_it_is_its_turn_a_job_is_passed_over_no_longer_than_the_affinity(room, affinity_s):
+def test_once_it_is_its_turn_a_job_is_passed_over_no_longer_than_the_affinity(queue, affinity_s):
     """A stream of one model never ends; the others' jobs get their turn within the bound, and one run."""
-    room.configure("m0", affinity=affinity_s).configure("m1", affinity=affinity_s)
-    room.with_servers(Server("only", 1, models=("m0", "m1")))
-    (offer,) = room.enqueue(a("j1", 1, model="m0"))
-    room.enqueue(a("other", 2, model="m1"))
-    came = room.now
+    queue.configure("m0", affinity=affinity_s).configure("m1", affinity=affinity_s)
+    queue.with_servers(Server("only", 1, models=("m0", "m1")))
+    (offer,) = queue.enqueue(a("j1", 1, model="m0"))
+    queue.enqueue(a("other", 2, model="m1"))
+    came = queue.now
     for seq in range(3, 60):
-        room.enqueue(a(f"j{seq}", seq, model="m0"))
-        room.later(500)
-        _, (offer,) = room.release(offer, "", signal="ok")
+        queue.enqueue(a(f"j{seq}", seq, model="m0"))
+        queue.later(500)
+        _, (offer,) = queue.release(offer, "", signal="ok")
         if offer.job == "other":
             break
     assert offer.job == "other"
-    assert affinity_s * SECOND <= room.now - came <= affinity_s * SECOND + 1000
+    assert affinity_s * SECOND <= queue.now - came <= affinity_s * SECOND + 1000
 
 
 def swaps(offer: Offered) -> bool:
@@ -567,248 +568,248 @@ def swaps(offer: Offered) -> bool:
     return bool(offer.changes_model)
 
 
-def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_known(room):
-    room.configure("m0", affinity=0).configure("m1", affinity=0)
-    room.with_servers(Server("only", 1, models=("m0", "m1")))
+def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_known(queue):
+    queue.configure("m0", affinity=0).configure("m1", affinity=0)
+    queue.with_servers(Server("only", 1, models=("m0", "m1")))
     found = []
     for seq, model in enumerate(("m0", "m0", "m1", "m1", "m0"), 1):
-        (offer,) = room.enqueue(a(f"j{seq}", seq, model=model))
+        (offer,) = queue.enqueue(a(f"j{seq}", seq, model=model))
         found.append(swaps(offer))
-        room.release(offer, "", signal="ok")
+        queue.release(offer, "", signal="ok")
     assert found == [True, False, True, False, True]
 
 
-def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(room):
-    room.with_servers(Server("only", 2, models=("m0", "m1")))
-    (before,) = room.enqueue(a("j1", 1, model="m0"))
-    room.release(before, "", signal="ok")
-    (first,) = room.enqueue(a("j2", 2, model="m1"))
-    (second,) = room.enqueue(a("j3", 3, model="m1"))
+def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(queue):
+    queue.with_servers(Server("only", 2, models=("m0", "m1")))
+    (before,) = queue.enqueue(a("j1", 1, model="m0"))
+    queue.release(before, "", signal="ok")
+    (first,) = queue.enqueue(a("j2", 2, model="m1"))
+    (second,) = queue.enqueue(a("j3", 3, model="m1"))
     assert [swaps(first), swaps(second)] == [True, False]
 
 
-def _changing(room: Room, *models: str) -> tuple[Job, Offered]:
+def _changing(queue: FleetQueue, *models: str) -> tuple[Job, Offered]:
     """A server of these models has run the first, and is given a job of the last."""
-    room.with_servers(Server("only", 1, models=models))
-    (before,) = room.enqueue(a("before", 1, model=models[0]))
-    room.release(before, "", signal="ok")
+    queue.with_servers(Server("only", 1, models=models))
+    (before,) = queue.enqueue(a("before", 1, model=models[0]))
+    queue.release(before, "", signal="ok")
     job = a("j", 2, model=models[-1])
-    (offer,) = room.enqueue(job)
+    (offer,) = queue.enqueue(job)
     return job, offer
 
 
 @pytest.mark.parametrize("signal", ["", "busy", "failed", "refused"])
-def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_run_did_not_end_well(room, signal):
+def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_run_did_not_end_well(queue, signal):
     """Perhaps the server received no request: its slot was busy, or the database was unavailable at the start."""
-    _, offer = _changing(room, "m0", "m1")
-    _, (again,) = room.release(offer, "", return_to_lane=True, signal=signal)
+    _, offer = _changing(queue, "m0", "m1")
+    _, (again,) = queue.release(offer, "", return_to_lane=True, signal=signal)
     assert (again.job, swaps(again)) == (offer.job, True)
 
 
-def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_job_was_withdrawn(room):
-    job, _ = _changing(room, "m0", "m1")
-    assert room.withdraw(job) == "freed"
-    (offer,) = room.enqueue(a("next", 3, model="m1"))
+def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_job_was_withdrawn(queue):
+    job, _ = _changing(queue, "m0", "m1")
+    assert queue.withdraw(job) == "freed"
+    (offer,) = queue.enqueue(a("next", 3, model="m1"))
     assert swaps(offer)
 
 
-def test_a_server_of_one_model_has_it_whatever_came_of_a_run(room):
-    _, offer = _changing(room, "m0")
-    _, (again,) = room.release(offer, "", return_to_lane=True)
+def test_a_server_of_one_model_has_it_whatever_came_of_a_run(queue):
+    _, offer = _changing(queue, "m0")
+    _, (again,) = queue.release(offer, "", return_to_lane=True)
     assert not swaps(again)
 
 
-def test_what_a_server_has_that_was_away_is_not_known(room):
-    _, offer = _changing(room, "m0")
-    room.release(offer, "", signal="ok")
-    room.cool_down("only", 1)
-    room.cool_down("only", 0)
-    (offer,) = room.enqueue(a("next", 3, model="m0"))
+def test_what_a_server_has_that_was_away_is_not_known(queue):
+    _, offer = _changing(queue, "m0")
+    queue.release(offer, "", signal="ok")
+    queue.cool_down("only", 1)
+    queue.cool_down("only", 0)
+    (offer,) = queue.enqueue(a("next", 3, model="m0"))
     assert swaps(offer)
 
 
-def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(room):
+def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(queue):
     job = a("j", 2)
-    (before,) = room.with_slots(1).enqueue(a("i", 1))
-    room.release(before, "", signal="ok")
-    (offer,) = room.enqueue(job)
+    (before,) = queue.with_slots(1).enqueue(a("i", 1))
+    queue.release(before, "", signal="ok")
+    (offer,) = queue.enqueue(job)
     assert not swaps(offer)
-    room.client.flushdb()
-    room.set_clock(room.now)
-    room.with_slots(1)
-    room.restore((job, offer.lease, "", offer.slot))
-    assert swaps(Offered(*room.run("claim", job.id, offer.lease, "w1", LEASE_MS)))
+    queue.client.flushdb()
+    queue.set_clock(queue.now)
+    queue.with_slots(1)
+    queue.restore((job, offer.lease, "", offer.slot))
+    assert swaps(Offered(*queue.run("claim", job.id, offer.lease, "w1", LEASE_MS)))
 
 
 # -- breakers --------------------------------------------------------------------------------------------------------
 
 
-def fail(room: Room, count: int, first: int = 1, model: str = "zimg", same: bool = False) -> None:
+def fail(queue: FleetQueue, count: int, first: int = 1, model: str = "zimg", same: bool = False) -> None:
     for n in range(count):
-        (offer,) = room.enqueue(a("same" if same else f"f{first + n}", first + n, model=model), limit=1)
-        room.release(offer, "", signal="failed", limit=0)
+        (offer,) = queue.enqueue(a("same" if same else f"f{first + n}", first + n, model=model), limit=1)
+        queue.release(offer, "", signal="failed", limit=0)
 
 
-def breaker_of(room: Room, server: str = "gpu") -> str:
-    return next(row[6] for row in room.run("server_status") if row[0] == server)
+def breaker_of(queue: FleetQueue, server: str = "gpu") -> str:
+    return next(row[6] for row in queue.run("server_status") if row[0] == server)
 
 
-def why_of(room: Room) -> list:
+def why_of(queue: FleetQueue) -> list:
     """When the server's next probe is due, what opened its breaker, and how often in a row that has happened."""
-    return room.run("server_status")[0][7:10]
+    return queue.run("server_status")[0][7:10]
 
 
-def test_a_breaker_says_until_when_and_why_it_is_open(room):
-    room.with_slots(1)
-    assert why_of(room) == [0, "", 0]
-    fail(room, 3)
-    assert why_of(room) == [room.now + 5000, "failures", 1]
-    room.later(5000)
-    (probe,) = room.enqueue(a("j1", 11))
-    room.release(probe, "", signal="failed", limit=0)
-    assert why_of(room) == [room.now + 10_000, "probe", 2]
-    room.later(10_000)
-    (probe,) = room.enqueue(a("j2", 12))
-    room.release(probe, "", signal="ok", limit=0)
-    assert why_of(room) == [0, "", 0]
-    fail(room, 3, first=21)
-    room.run("reset_breaker", "server", "gpu")
-    assert why_of(room) == [0, "", 0]
+def test_a_breaker_says_until_when_and_why_it_is_open(queue):
+    queue.with_slots(1)
+    assert why_of(queue) == [0, "", 0]
+    fail(queue, 3)
+    assert why_of(queue) == [queue.now + 5000, "failures", 1]
+    queue.later(5000)
+    (probe,) = queue.enqueue(a("j1", 11))
+    queue.release(probe, "", signal="failed", limit=0)
+    assert why_of(queue) == [queue.now + 10_000, "probe", 2]
+    queue.later(10_000)
+    (probe,) = queue.enqueue(a("j2", 12))
+    queue.release(probe, "", signal="ok", limit=0)
+    assert why_of(queue) == [0, "", 0]
+    fail(queue, 3, first=21)
+    queue.run("reset_breaker", "server", "gpu")
+    assert why_of(queue) == [0, "", 0]
 
 
-def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_through(room):
-    room.with_slots(3)
-    fail(room, 3)
-    assert breaker_of(room) == "open"
-    assert room.enqueue(a("j1", 11), a("j2", 12), a("j3", 13)) == []
-    room.later(5000)
-    (probe,) = room.offer()
-    assert probe.job == "j1" and breaker_of(room) == "probing"
-    assert room.offer() == []
-    _, offers = room.release(probe, "", signal="ok")
-    assert [offer.job for offer in offers] == ["j2", "j3"] and breaker_of(room) == "closed"
+def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_through(queue):
+    queue.with_slots(3)
+    fail(queue, 3)
+    assert breaker_of(queue) == "open"
+    assert queue.enqueue(a("j1", 11), a("j2", 12), a("j3", 13)) == []
+    queue.later(5000)
+    (probe,) = queue.offer()
+    assert probe.job == "j1" and breaker_of(queue) == "probing"
+    assert queue.offer() == []
+    _, offers = queue.release(probe, "", signal="ok")
+    assert [offer.job for offer in offers] == ["j2", "j3"] and breaker_of(queue) == "closed"
 
 
-def test_a_refused_job_says_that_its_server_is_well_and_not_how_long_runs_take(room):
-    room.with_slots(1)
+def test_a_refused_job_says_that_its_server_is_well_and_not_how_long_runs_take(queue):
+    queue.with_slots(1)
     for n in (1, 11):
-        fail(room, 2, first=n)
-        (offer,) = room.enqueue(a(f"refused{n}", n + 5))
-        room.later(10)
-        room.release(offer, "", signal="refused")
-    assert breaker_of(room) == "closed"
-    (held,) = room.enqueue(a("held", 21))
-    assert room.place_on_entry(a("waits", 22)) == (0, None)
-    room.later(10)
-    room.release(held, "", signal="ok")
-    assert room.place_on_entry(a("waits too", 23)) == (0, 10)
+        fail(queue, 2, first=n)
+        (offer,) = queue.enqueue(a(f"refused{n}", n + 5))
+        queue.later(10)
+        queue.release(offer, "", signal="refused")
+    assert breaker_of(queue) == "closed"
+    (held,) = queue.enqueue(a("held", 21))
+    assert queue.place_on_entry(a("waits", 22)) == (0, None)
+    queue.later(10)
+    queue.release(held, "", signal="ok")
+    assert queue.place_on_entry(a("waits too", 23)) == (0, 10)
 
 
-def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(room):
-    room.with_slots(1)
-    fail(room, 3)
-    room.enqueue(*[a(f"j{n}", 10 + n) for n in range(1, 6)])
+def test_a_probe_that_fails_opens_the_breaker_for_twice_as_long(queue):
+    queue.with_slots(1)
+    fail(queue, 3)
+    queue.enqueue(*[a(f"j{n}", 10 + n) for n in range(1, 6)])
     for n, wait_ms in enumerate((5000, 10_000, 20_000, 40_000, 40_000), 1):
-        room.later(wait_ms - 1)
-        assert room.offer() == []
-        room.later(1)
-        (probe,) = room.offer()
+        queue.later(wait_ms - 1)
+        assert queue.offer() == []
+        queue.later(1)
+        (probe,) = queue.offer()
         assert probe.job == f"j{n}"
-        assert room.release(probe, "", signal="failed", return_to_lane=True) == ("released", [])
+        assert queue.release(probe, "", signal="failed", return_to_lane=True) == ("released", [])
 
 
 @pytest.mark.parametrize("constraints", ["", "gpu=A100"])
-def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(room, constraints):
-    room.with_servers(Server("gpu", attributes={"gpu": "A100"}))
-    fail(room, 3)
-    room.enqueue(*[a(f"f{n}", n) for n in range(1, 4)], a("good", 99, 9, tenant="other", constraints=constraints))
-    room.later(5000)
-    assert [offer.job for offer in room.offer()] == ["good"]
+def test_a_probe_is_no_job_that_failed_there_last_while_another_waits(queue, constraints):
+    queue.with_servers(Server("gpu", attributes={"gpu": "A100"}))
+    fail(queue, 3)
+    queue.enqueue(*[a(f"f{n}", n) for n in range(1, 4)], a("good", 99, 9, tenant="other", constraints=constraints))
+    queue.later(5000)
+    assert [offer.job for offer in queue.offer()] == ["good"]
 
 
-def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_breaker(room):
-    room.with_slots(1)
+def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_breaker(queue):
+    queue.with_slots(1)
     for n in range(3):
-        (held,) = room.enqueue(a(f"bad{n}", n), limit=1)
-        room.release(held, "", signal="failed", limit=0)
-    room.enqueue(*[a(f"bad{n}", n) for n in range(3)])
+        (held,) = queue.enqueue(a(f"bad{n}", n), limit=1)
+        queue.release(held, "", signal="failed", limit=0)
+    queue.enqueue(*[a(f"bad{n}", n) for n in range(3)])
     for _ in range(4):
-        room.later(4999)
-        assert room.offer() == []
-        room.later(1)
-        (probe,) = room.offer()
-        room.release(probe, "", signal="failed", return_to_lane=True)
+        queue.later(4999)
+        assert queue.offer() == []
+        queue.later(1)
+        (probe,) = queue.offer()
+        queue.release(probe, "", signal="failed", return_to_lane=True)
 
 
-def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(room):
+def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(queue):
     """Nobody else submits meanwhile."""
-    room.with_slots(2)
+    queue.with_slots(2)
     for _ in range(30):
-        room.enqueue(a("bad1", 1), a("bad2", 2), limit=0)
-        for held in room.offer():
-            room.release(held, "", signal="failed", limit=0)
-        room.later(30_000)
-    offers = room.enqueue(a("g1", 11), a("g2", 12), a("g3", 13))
+        queue.enqueue(a("bad1", 1), a("bad2", 2), limit=0)
+        for held in queue.offer():
+            queue.release(held, "", signal="failed", limit=0)
+        queue.later(30_000)
+    offers = queue.enqueue(a("g1", 11), a("g2", 12), a("g3", 13))
     assert [offer.job for offer in offers] == ["g1", "g2"]
 
 
-def test_a_breaker_that_somebody_closes_lets_everything_through(room):
-    room.with_slots(1)
-    fail(room, 3)
-    room.cool_down("gpu", 1000)
-    assert room.enqueue(a("j1", 11)) == []
-    assert room.run("reset_breaker", "server", "gpu") == 1
-    assert breaker_of(room) == "closed" and [offer.job for offer in room.offer()] == ["j1"]
+def test_a_breaker_that_somebody_closes_lets_everything_through(queue):
+    queue.with_slots(1)
+    fail(queue, 3)
+    queue.cool_down("gpu", 1000)
+    assert queue.enqueue(a("j1", 11)) == []
+    assert queue.run("reset_breaker", "server", "gpu") == 1
+    assert breaker_of(queue) == "closed" and [offer.job for offer in queue.offer()] == ["j1"]
 
 
-def test_a_probe_that_says_nothing_lets_another_one_try(room):
-    room.with_slots(1)
-    fail(room, 3)
-    room.enqueue(a("j1", 11))
-    room.later(5000)
-    (probe,) = room.offer()
-    _, (again,) = room.release(probe, "", return_to_lane=True)
-    assert again.job == "j1" and breaker_of(room) == "probing"
+def test_a_probe_that_says_nothing_lets_another_one_try(queue):
+    queue.with_slots(1)
+    fail(queue, 3)
+    queue.enqueue(a("j1", 11))
+    queue.later(5000)
+    (probe,) = queue.offer()
+    _, (again,) = queue.release(probe, "", return_to_lane=True)
+    assert again.job == "j1" and breaker_of(queue) == "probing"
 
 
-def test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing(room):
-    room.with_slots(1)
+def test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing(queue):
+    queue.with_slots(1)
     for n in range(10):
-        fail(room, 2, first=10 * n + 1)
-        (offer,) = room.enqueue(a(f"good{n}", 10 * n + 5))
-        room.release(offer, "", signal="ok", limit=0)
-    fail(room, 9, first=200, same=True)
-    assert breaker_of(room) == "closed"
+        fail(queue, 2, first=10 * n + 1)
+        (offer,) = queue.enqueue(a(f"good{n}", 10 * n + 5))
+        queue.release(offer, "", signal="ok", limit=0)
+    fail(queue, 9, first=200, same=True)
+    assert breaker_of(queue) == "closed"
 
 
-def test_a_breaker_opens_by_the_rate_of_failures_too(room):
-    room.with_slots(1)
+def test_a_breaker_opens_by_the_rate_of_failures_too(queue):
+    queue.with_slots(1)
     for n in range(60):
-        (offer,) = room.enqueue(a(f"j{n}", n + 1), limit=1)
+        (offer,) = queue.enqueue(a(f"j{n}", n + 1), limit=1)
         outcome, hardly_ever_in_a_row = "ok" if n % 10 == 0 else "failed", (10, 0.8, 5_000, 40_000)
-        room.release(offer, "", signal=outcome, limit=0, breaker=hardly_ever_in_a_row)
-        if breaker_of(room) == "open":
+        queue.release(offer, "", signal=outcome, limit=0, breaker=hardly_ever_in_a_row)
+        if breaker_of(queue) == "open":
             break
-    assert breaker_of(room) == "open" and why_of(room)[1] == "rate" and n == 19, "the twentieth run"
+    assert breaker_of(queue) == "open" and why_of(queue)[1] == "rate" and n == 19, "the twentieth run"
 
 
-def test_a_models_breaker_leaves_the_other_models_of_the_server_alone(room):
-    room.configure("bad", breaker_failures=2).configure("good")
-    room.with_servers(Server("gpu", 2, models=("bad", "good")))
-    fail(room, 2, model="bad")
-    assert room.enqueue(a("b", 11, model="bad")) == []
-    assert [offer.job for offer in room.enqueue(a("g", 12, model="good"))] == ["g"]
-    room.later(5000)
-    assert [offer.job for offer in room.offer()] == ["b"]
+def test_a_models_breaker_leaves_the_other_models_of_the_server_alone(queue):
+    queue.configure("bad", breaker_failures=2).configure("good")
+    queue.with_servers(Server("gpu", 2, models=("bad", "good")))
+    fail(queue, 2, model="bad")
+    assert queue.enqueue(a("b", 11, model="bad")) == []
+    assert [offer.job for offer in queue.enqueue(a("g", 12, model="good"))] == ["g"]
+    queue.later(5000)
+    assert [offer.job for offer in queue.offer()] == ["b"]
 
 
-def test_the_probes_lease_that_is_gone_does_not_block_the_breaker_for_ever(room):
-    room.with_slots(1)
-    fail(room, 3)
-    room.enqueue(a("j1", 11), a("j2", 12))
-    room.later(5000)
-    (probe,) = room.offer()
-    room.client.delete(room.key(f"leases:{probe.job}"))
-    room.client.hdel(room.key("slots"), probe.slot)
-    room.set_free(probe.slot, room.now)
-    assert [offer.job for offer in room.offer()] == ["j2"]
+def test_the_probes_lease_that_is_gone_does_not_block_the_breaker_for_ever(queue):
+    queue.with_slots(1)
+    fail(queue, 3)
+    queue.enqueue(a("j1", 11), a("j2", 12))
+    queue.later(5000)
+    (probe,) = queue.offer()
+    queue.client.delete(queue.key(f"leases:{probe.job}"))
+    queue.client.hdel(queue.key("slots"), probe.slot)
+    queue.set_free(probe.slot, queue.now)
+    assert [offer.job for offer in queue.offer()] == ["j2"]

@@ -27,7 +27,7 @@ from routing.admission.constraints import meets
 from slotkeeper.redis.keys import FLEET_KEYS
 from slotkeeper.registry.values import Server as CatalogServer
 from tests.routing.queue.search import search
-from tests.support.room import EPOCH, FRAGMENTS, Job, Offered, Room, Server, fragments_with_limits
+from tests.support.fleet_queue import EPOCH, FRAGMENTS, FleetQueue, Job, Offered, Server, fragments_with_limits
 
 MODELS = ("flux", "zimg")
 TENANTS = ("t1", "t2", "a b%|é")
@@ -59,11 +59,11 @@ class Config:
 class QueueState:
     """The state of a queue in Redis, read in two round trips."""
 
-    def __init__(self, room: Room) -> None:
-        names = [key.decode() for key in room.client.keys(f"{room.key('')}*")]
-        pipe, prefix = room.client.pipeline(transaction=False), room.key("")
+    def __init__(self, queue: FleetQueue) -> None:
+        names = [key.decode() for key in queue.client.keys(f"{queue.key('')}*")]
+        pipe, prefix = queue.client.pipeline(transaction=False), queue.key("")
         reads = {"hash": pipe.hgetall, "list": lambda key: pipe.lrange(key, 0, -1), "set": pipe.smembers}
-        named = {room.key(name): name for name in FLEET_KEYS}
+        named = {queue.key(name): name for name in FLEET_KEYS}
         own = {name: named.get(name, name.removeprefix(prefix)) for name in names}
         kinds = {name: self._kind(own[name]) for name in names}
         for name, kind in kinds.items():
@@ -114,7 +114,7 @@ class PoliciesMachine(RuleBasedStateMachine):
     def __init__(self, client: Redis, fragments: Mapping[str, str] = FRAGMENTS) -> None:
         super().__init__()
         client.flushall()
-        self.room = Room(client, fragments=fragments)
+        self.queue = FleetQueue(client, fragments=fragments)
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Offered] = {}
         self.configs = {model: Config() for model in MODELS}
@@ -129,7 +129,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         for model in MODELS:
             self._configure(model)
         self._sync()
-        self.room.open()
+        self.queue.open()
 
     # -- jobs come and go ----------------------------------------------------------------------------------------
 
@@ -143,12 +143,12 @@ class PoliciesMachine(RuleBasedStateMachine):
     )
     def enqueue(self, model, tenant, priority, constraints, ttls, limit):
         jobs = [self._job(model, tenant, priority, constraints, ttl_ms) for ttl_ms in ttls]
-        self._took(self.room.enqueue(*jobs, limit=limit))
+        self._took(self.queue.enqueue(*jobs, limit=limit))
         self.filled = limit > 0
 
     @rule()
     def sweep(self):
-        self._took(self.room.offer())
+        self._took(self.queue.offer())
         self.filled = True
 
     @precondition(lambda self: self.held)
@@ -158,7 +158,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         return_to_lane = return_to_lane or signal == "busy"
         if not return_to_lane:
             del self.jobs[offer.job]
-        answer, offers = self.room.release(
+        answer, offers = self.queue.release(
             offer, offer.owner, return_to_lane=return_to_lane, cooldown_ms=500 if signal == "busy" else 0, signal=signal
         )
         assert answer == "released"
@@ -171,7 +171,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         job = self.jobs[data.draw(chosen(sorted(self.jobs)))]
         held = self.held.get(job.id)
         answer = "withdrawn" if held is None else "asked" if held.owner else "freed"
-        assert self.room.withdraw(job) == answer
+        assert self.queue.withdraw(job) == answer
         if answer != "asked":
             del self.jobs[job.id]
             self.held.pop(job.id, None)
@@ -182,14 +182,14 @@ class PoliciesMachine(RuleBasedStateMachine):
     def hold(self, data, how):
         offer = self.held[data.draw(chosen(sorted(self.held)))]
         if how == "claim":
-            assert self.room.claim(offer) == ("lost" if offer.owner else "claimed")
+            assert self.queue.claim(offer) == ("lost" if offer.owner else "claimed")
             offer = offer._replace(owner=offer.owner or "w1")
         elif how == "renew":
-            assert self.room.renew(offer.owner, offer)[0] in ("renewed", "cancel")
+            assert self.queue.renew(offer.owner, offer)[0] in ("renewed", "cancel")
         else:
             self.names += 1
             name = f"s{self.names}"
-            assert self.room.seize(offer, offer.owner, "reaper", new_lease=name, only_expired=False) == "seized"
+            assert self.queue.seize(offer, offer.owner, "reaper", new_lease=name, only_expired=False) == "seized"
             offer = offer._replace(lease=f"{EPOCH}.{name}", owner="reaper")
         self.held[offer.job] = offer
         self.filled = False
@@ -217,17 +217,17 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     @rule(tenant=chosen(TENANTS), state=chosen(("", "", "paused", "frozen", "draining")))
     def change_a_tenant(self, tenant, state):
-        self.room.rules.pop(f"tenant {_safe(tenant)}", None)
+        self.queue.rules.pop(f"tenant {_safe(tenant)}", None)
         if state:
-            self.room.rules[f"tenant {_safe(tenant)}"] = state
+            self.queue.rules[f"tenant {_safe(tenant)}"] = state
         self._sync()
 
     @rule(tenant=chosen((*TENANTS, "")), most=chosen((None, 1, 2, 3)))
     def limit_a_tenant(self, tenant, most):
         """`tenant` "": each tenant without a separate limit."""
-        self.room.rules.pop(f"slots {_safe(tenant)}", None)
+        self.queue.rules.pop(f"slots {_safe(tenant)}", None)
         if most is not None:
-            self.room.rules[f"slots {_safe(tenant)}"] = str(most)
+            self.queue.rules[f"slots {_safe(tenant)}"] = str(most)
         self._sync()
 
     @rule(server=chosen(sorted(SERVERS)), state=chosen(("online", "online", "paused", "gone")))
@@ -237,48 +237,48 @@ class PoliciesMachine(RuleBasedStateMachine):
 
     @rule(ms=chosen((0, 1, 250, 500, 1500, 5000, 60_000)))
     def time_goes_by(self, ms):
-        self.room.later(ms)
+        self.queue.later(ms)
         self.filled = False
 
     @rule(server=chosen(sorted(SERVERS)), how=chosen(("cool_down", "wake", "occupy")))
     def a_server_is_away_or_used(self, server, how):
         if how == "occupy":
-            self.room.run("occupy_slots", server, 1, 700)
+            self.queue.run("occupy_slots", server, 1, 700)
         else:
-            self.room.cool_down(server, 1000 if how == "cool_down" else 0)
+            self.queue.cool_down(server, 1000 if how == "cool_down" else 0)
         self.filled = False
 
     @rule(late=st.booleans())
     def redis_is_lost(self, late):
-        now = self.room.now
-        self.room.client.flushall()
-        self.room.set_clock(now)
+        now = self.queue.now
+        self.queue.client.flushall()
+        self.queue.set_clock(now)
         if late:
-            self.room.enqueue(self._job("zimg", "t1", 7, "", 1000))  # the only one of its lane
+            self.queue.enqueue(self._job("zimg", "t1", 7, "", 1000))  # the only one of its lane
         self._rebuild()
 
     def _rebuild(self) -> None:
         """Fill the queue from what the database knows: leases that were claimed, the other jobs in order."""
-        keeps_leases = self.room.begin() == "emptied"
+        keeps_leases = self.queue.begin() == "emptied"
         self._bring_catalog()
         running = {job: offer for job, offer in self.held.items() if offer.owner or keeps_leases}
         leases = [
             (self.jobs[job], offer.lease, offer.owner, offer.slot) for job, offer in running.items() if offer.owner
         ]
-        assert self.room.restore(*leases) == (0 if keeps_leases else len(leases))
+        assert self.queue.restore(*leases) == (0 if keeps_leases else len(leases))
         self.held, self.turns = running, {}
         self.virtual = self.virtual if keeps_leases else {}
         claimed = {job for job, offer in running.items() if offer.owner}
         queued = sorted((job for job in self.jobs.values() if job.id not in claimed), key=lambda job: job.seq)
-        assert self.room.enqueue(*queued) == []
-        self.room.open()
+        assert self.queue.enqueue(*queued) == []
+        self.queue.open()
         self.sweep()
 
     # -- what must hold --------------------------------------------------------------------------------------------
 
     @invariant()
     def all_that_is_derived_is_what_the_plain_data_give(self):
-        at = QueueState(self.room)
+        at = QueueState(self.queue)
         leases = {job: at.hash(f"leases:{job}") for job in at.below("leases:")}
         lanes = {lane: at.scores(f"lanes:{lane}") for lane in at.below("lanes:") if lane.count("|") == 3}
         self._check_jobs(leases, lanes)
@@ -333,7 +333,7 @@ class PoliciesMachine(RuleBasedStateMachine):
             assert int(at.hash(f"stats:server:{name}").get("taken", 0)) == taken[name]
 
     def _most_slots(self, tenant: str) -> float:
-        return float(self.room.rules.get(f"slots {tenant}") or self.room.rules.get("slots ") or inf)
+        return float(self.queue.rules.get(f"slots {tenant}") or self.queue.rules.get("slots ") or inf)
 
     def _check_indexes(self, at: QueueState, lanes: dict[str, Any]) -> None:
         by_class, marks = defaultdict(set), defaultdict(set)
@@ -397,7 +397,7 @@ class PoliciesMachine(RuleBasedStateMachine):
         _, digest, tenant, model = lane.split("|")
         config, key = self.configs[model], at.scores(f"classes:{digest}|{model}")[lane]
         head = self.jobs[min(members, key=lambda member: members[member]).rsplit("@", 1)[0]]
-        stopped = self.room.rules.get(f"tenant {tenant}") in ("paused", "frozen")
+        stopped = self.queue.rules.get(f"tenant {tenant}") in ("paused", "frozen")
         of_all_models = sum(held[f"{tenant}|{each}"] for each in MODELS)
         is_full = self._most_slots(tenant) <= of_all_models
         blocked = stopped or (config.tenant_slots or inf) <= held[f"{tenant}|{model}"] or is_full
@@ -453,13 +453,13 @@ class PoliciesMachine(RuleBasedStateMachine):
         stats = at.hash(f"stats:{whose}")
         if "open_until" not in stats:
             return True
-        return self.room.now >= int(stats["open_until"]) and stats.get("probe") not in running
+        return self.queue.now >= int(stats["open_until"]) and stats.get("probe") not in running
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _job(self, model: str, tenant: str, priority: int, constraints: str, ttl_ms: int) -> Job:
         self.names += 1
-        now = self.room.now
+        now = self.queue.now
         job = Job(f"j{self.names}", self.names, priority, model, tenant, now, constraints, ttl_ms and now + ttl_ms)
         self.jobs[job.id] = job
         return job
@@ -478,20 +478,20 @@ class PoliciesMachine(RuleBasedStateMachine):
             self.held[offer.job] = offer
 
     def _configure(self, model: str) -> None:
-        self.room.rules = {k: v for k, v in self.room.rules.items() if not k.endswith(f"|{model}")}
+        self.queue.rules = {k: v for k, v in self.queue.rules.items() if not k.endswith(f"|{model}")}
         config = dict(vars(self.configs[model]))
-        self.room.configure(model, config.pop("state"), **config)
+        self.queue.configure(model, config.pop("state"), **config)
         if self.configs[model].policy != "fair":
             self.virtual.pop(model, None)
 
     def _sync(self) -> None:
         self._bring_catalog()
-        if not self.room.run("queue_counts")[0]:  # A policy that orders lanes differently needs a filled queue.
+        if not self.queue.run("queue_counts")[0]:  # A policy that orders lanes differently needs a filled queue.
             self._rebuild()
 
     def _bring_catalog(self) -> None:
         there = [name for name, state in self.servers.items() if state != "gone"]
-        self.room.sync(*[Server(**vars(SERVERS[name]) | {"state": self.servers[name]}) for name in there])
+        self.queue.sync(*[Server(**vars(SERVERS[name]) | {"state": self.servers[name]}) for name in there])
         self.filled = False
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from routing.queue.presence import GATEWAY_TTL_MS, Claim, NodePresence, NodeState, Presence
-from tests.support.room import START_MS, Room, Server, a
+from tests.support.fleet_queue import START_MS, FleetQueue, Server, a
 
 NODE = Server("attic", 2, is_node=True)
 CONNECTED = NodeState.CONNECTED
@@ -12,8 +12,8 @@ CONNECTED = NodeState.CONNECTED
 class Gateways:
     """The connections of nodes, with a clock that the test sets."""
 
-    def __init__(self, room: Room) -> None:
-        self.presence, self._room = Presence(room.scripts), room
+    def __init__(self, queue: FleetQueue) -> None:
+        self.presence, self._room = Presence(queue.scripts), queue
         self.set_clock(START_MS)
 
     def set_clock(self, now_ms: int) -> None:
@@ -21,8 +21,8 @@ class Gateways:
 
 
 @pytest.fixture
-def gateways(room: Room) -> Gateways:
-    return Gateways(room)
+def gateways(queue: FleetQueue) -> Gateways:
+    return Gateways(queue)
 
 
 @pytest.fixture
@@ -39,102 +39,104 @@ def _set(presence: Presence, number: int, present: bool, server: str = "attic") 
 # -- which nodes take jobs -------------------------------------------------------------------------------------
 
 
-def test_an_absent_node_is_offered_nothing(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
-    room.enqueue(a("j1", 1))
-    assert room.members("free") == room.offer() == []
+def test_an_absent_node_is_offered_nothing(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
+    queue.enqueue(a("j1", 1))
+    assert queue.members("free") == queue.offer() == []
 
     assert _set(presence, 5, True) == 1
-    assert [offer.job for offer in room.offer()] == ["j1"]
+    assert [offer.job for offer in queue.offer()] == ["j1"]
 
 
-def test_a_node_that_leaves_keeps_its_leases_and_gets_no_more(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_a_node_that_leaves_keeps_its_leases_and_gets_no_more(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     _set(presence, 5, True)
-    room.enqueue(a("j1", 1), limit=0)
-    (offer,) = room.offer()
-    assert room.claim(offer) == "claimed"
+    queue.enqueue(a("j1", 1), limit=0)
+    (offer,) = queue.offer()
+    assert queue.claim(offer) == "claimed"
 
     assert _set(presence, 5, False) == 1
-    room.enqueue(a("j2", 2))
+    queue.enqueue(a("j2", 2))
 
-    assert room.offer() == room.members("free") == []
-    assert room.renew("w1", offer) == ["renewed"]
-    assert room.release(offer) == ("released", [])
+    assert queue.offer() == queue.members("free") == []
+    assert queue.renew("w1", offer) == ["renewed"]
+    assert queue.release(offer) == ("released", [])
     assert _set(presence, 6, True) == 1
-    assert [offer.job for offer in room.offer()] == ["j2"]
+    assert [offer.job for offer in queue.offer()] == ["j2"]
 
 
-def test_a_slot_in_cooldown_of_an_absent_node_does_not_become_free(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_a_slot_in_cooldown_of_an_absent_node_does_not_become_free(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     _set(presence, 5, True)
-    room.cool_down("attic", 1000)
-    assert len(room.members("cooling")) == 2
+    queue.cool_down("attic", 1000)
+    assert len(queue.members("cooling")) == 2
     _set(presence, 5, False)
-    room.later(2000)
-    room.enqueue(a("j1", 1))
-    assert room.members("free") == room.members("cooling") == room.offer() == []
+    queue.later(2000)
+    queue.enqueue(a("j1", 1))
+    assert queue.members("free") == queue.members("cooling") == queue.offer() == []
 
 
-def test_an_old_connection_cannot_end_the_presence_of_a_newer_one(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_an_old_connection_cannot_end_the_presence_of_a_newer_one(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     _set(presence, 5, True)
     _set(presence, 6, True)
 
     assert _set(presence, 5, False) == _set(presence, 5, True) == 0
     assert presence.list_present(["zimg"]) == {"zimg": {"attic": 6}}
-    assert len(room.members("free")) == 2
+    assert len(queue.members("free")) == 2
     assert _set(presence, 6, False) == 1
-    assert room.members("free") == []
+    assert queue.members("free") == []
 
 
-def test_a_slot_with_a_lease_does_not_become_free_when_its_node_connects_again(room: Room, presence: Presence) -> None:
-    room.with_servers(Server("attic", 1, is_node=True))
+def test_a_slot_with_a_lease_does_not_become_free_when_its_node_connects_again(
+    queue: FleetQueue, presence: Presence
+) -> None:
+    queue.with_servers(Server("attic", 1, is_node=True))
     _set(presence, 5, True)
-    room.enqueue(a("j1", 1), limit=0)
-    (offer,) = room.offer()
-    room.claim(offer)
+    queue.enqueue(a("j1", 1), limit=0)
+    (offer,) = queue.offer()
+    queue.claim(offer)
     _set(presence, 6, True)
-    room.enqueue(a("j2", 2))
-    assert room.members("free") == room.offer() == []
+    queue.enqueue(a("j2", 2))
+    assert queue.members("free") == queue.offer() == []
 
 
-def test_an_operator_stops_a_node_as_any_server(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_an_operator_stops_a_node_as_any_server(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     _set(presence, 5, True)
-    room.sync(Server("attic", 2, "paused", is_node=True))
-    assert room.members("free") == []
-    room.sync(NODE)
-    assert len(room.members("free")) == 2
+    queue.sync(Server("attic", 2, "paused", is_node=True))
+    assert queue.members("free") == []
+    queue.sync(NODE)
+    assert len(queue.members("free")) == 2
 
 
-def test_a_sync_makes_no_slot_of_an_absent_node_free(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
-    room.sync(NODE, Server("gpu", 1), repairs=True)
-    assert room.members("free") == ["gpu-slot0"]
+def test_a_sync_makes_no_slot_of_an_absent_node_free(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
+    queue.sync(NODE, Server("gpu", 1), repairs=True)
+    assert queue.members("free") == ["gpu-slot0"]
 
 
-def test_a_node_may_connect_before_the_catalog_of_redis_has_it(room: Room, presence: Presence) -> None:
-    room.with_servers(Server("gpu", 1))
+def test_a_node_may_connect_before_the_catalog_of_redis_has_it(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(Server("gpu", 1))
     _set(presence, 5, True)
-    assert room.members("free") == ["gpu-slot0"]
-    room.sync(Server("gpu", 1), NODE)
-    assert sorted(room.members("free")) == ["attic-slot0", "attic-slot1", "gpu-slot0"]
+    assert queue.members("free") == ["gpu-slot0"]
+    queue.sync(Server("gpu", 1), NODE)
+    assert sorted(queue.members("free")) == ["attic-slot0", "attic-slot1", "gpu-slot0"]
 
 
-def test_the_presence_of_a_removed_node_does_not_apply_to_a_later_one(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_the_presence_of_a_removed_node_does_not_apply_to_a_later_one(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     _set(presence, 5, True)
-    room.sync()
+    queue.sync()
     assert presence.list_present(["zimg"]) == {"zimg": {}}
 
 
-def test_a_gateway_notices_that_a_fleet_does_not_know_its_nodes(room: Room, presence: Presence) -> None:
-    room.with_servers(NODE)
+def test_a_gateway_notices_that_a_fleet_does_not_know_its_nodes(queue: FleetQueue, presence: Presence) -> None:
+    queue.with_servers(NODE)
     assert presence.knows_gateway("g1", ["zimg"]) == {"zimg": False}
     presence.set_present("zimg", [NodePresence("attic", 5, True)], "g1")
     assert presence.knows_gateway("g1", ["zimg"]) == {"zimg": True}
-    room.client.delete(room.keys.present_nodes("zimg"))
+    queue.client.delete(queue.keys.present_nodes("zimg"))
     assert presence.knows_gateway("g1", ["zimg"]) == {"zimg": False}
     assert presence.set_present("zimg", [], "g1") == 0
     assert presence.knows_gateway("g1", ["zimg"]) == {"zimg": True}
@@ -143,11 +145,11 @@ def test_a_gateway_notices_that_a_fleet_does_not_know_its_nodes(room: Room, pres
 # -- whose connection counts -------------------------------------------------------------------------------------
 
 
-def test_a_connection_number_grows_although_redis_was_emptied(room: Room, gateways: Gateways) -> None:
+def test_a_connection_number_grows_although_redis_was_emptied(queue: FleetQueue, gateways: Gateways) -> None:
     presence = gateways.presence
     first = presence.connect("n1", "i1", "g1", CONNECTED)
     second = presence.connect("n1", "i1", "g1", CONNECTED)
-    room.client.flushall()
+    queue.client.flushall()
     gateways.set_clock(START_MS + 10)
     third = presence.connect("n1", "i1", "g1", CONNECTED)
     assert START_MS <= first.number < second.number < third.number
@@ -188,8 +190,8 @@ def test_workers_find_the_gateway_of_a_node_that_is_connected(gateways: Gateways
     assert presence.find_gateway("n1") is None
 
 
-def test_a_lost_gateway_takes_its_nodes_away(room: Room, gateways: Gateways, presence: Presence) -> None:
-    room.with_servers(NODE, Server("cellar", 1, is_node=True))
+def test_a_lost_gateway_takes_its_nodes_away(queue: FleetQueue, gateways: Gateways, presence: Presence) -> None:
+    queue.with_servers(NODE, Server("cellar", 1, is_node=True))
     lost, kept = presence.connect("n1", "i1", "gone", CONNECTED), presence.connect("n2", "i2", "g1", CONNECTED)
     presence.set_present("zimg", [NodePresence("attic", lost.number, True), NodePresence("cellar", kept.number, True)])
     gateways.set_clock(1)
@@ -198,5 +200,5 @@ def test_a_lost_gateway_takes_its_nodes_away(room: Room, gateways: Gateways, pre
     changed = presence.drop_lost_gateways({"n1": ("zimg", "attic"), "n2": ("zimg", "cellar")})
 
     assert changed == {"zimg": 1}
-    assert room.members("free") == ["cellar-slot0"]
+    assert queue.members("free") == ["cellar-slot0"]
     assert set(presence.read().gateways) == {"g1", "g2"}

@@ -26,15 +26,15 @@ from routing.queue.slots import model_rules
 from slotkeeper.registry.model_config import ModelConfig
 from slotkeeper.registry.snapshot import Model as CatalogModel
 from tests.routing.queue.search import search
-from tests.support.room import (
+from tests.support.fleet_queue import (
     EPOCH,
     FRAGMENTS,
     LEASE_MS,
     OFFER_MS,
     START_MS,
+    FleetQueue,
     Job,
     Offered,
-    Room,
     Server,
     fragments_with_limits,
 )
@@ -45,7 +45,7 @@ SLOTS = {"gpu-a": 2, "gpu-slot3": 1}
 owners = st.sampled_from(("", "w1", "w2"))
 workers = st.sampled_from(("w1", "w2"))
 limits = st.integers(0, 3)
-rooms = st.sampled_from((0, 1, 2, 9))  # runs that workers have room for
+capacities = st.sampled_from((0, 1, 2, 9))  # runs that the workers can take
 
 
 @dataclass
@@ -113,14 +113,14 @@ class Model:
         found = [lease for lease in self.leases.values() if not lease.owner]
         return sorted(found, key=lambda lease: (lease.number, lease.job.id))
 
-    def expected_offers(self, limit: int, claimant: str = "", room: int = 9) -> list[tuple[Job, str, str]]:
+    def expected_offers(self, limit: int, claimant: str = "", capacity: int = 9) -> list[tuple[Job, str, str]]:
         """(job, slot, owner) of each offer that is due: the first job that a free slot can run, there, and so on."""
         if not self.is_open:
             return []
         for slot in [slot for slot, until in self.cooling.items() if until <= self.now]:
             del self.cooling[slot]
             self.free[slot] = self.now
-        limit = min(limit, max(room - len(self.open_offers()), 0) + bool(claimant))
+        limit = min(limit, max(capacity - len(self.open_offers()), 0) + bool(claimant))
         due: list[tuple[Job, str, str]] = []
         free = sorted(self.free, key=lambda slot: (self.free[slot], slot))
         taken = Counter(self.server(lease.slot) for lease in self.leases.values())
@@ -156,12 +156,12 @@ class RoomMachine(RuleBasedStateMachine):
     def __init__(self, client: Redis, fragments: Mapping[str, str] = FRAGMENTS) -> None:
         super().__init__()
         client.flushall()
-        self.room, self.model = Room(client, fragments=fragments), Model()
+        self.queue, self.model = FleetQueue(client, fragments=fragments), Model()
         for name in (
             "zimg",
             "flux",
-        ):  # Affinity would let jobs be overtaken; tests/routing/queue/test_policies.py looks at that.
-            self.room.rules |= model_rules(CatalogModel(name, "zimg", {}, ModelConfig(affinity=0)))
+        ):  # Affinity would let jobs be overtaken; tests/routing/queue/test_policies.py tests it.
+            self.queue.rules |= model_rules(CatalogModel(name, "zimg", {}, ModelConfig(affinity=0)))
         self.jobs: list[Job] = []
         self.names: set[str] = set()
 
@@ -189,14 +189,14 @@ class RoomMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique_by=lambda job: job.id))
         return self._enqueue(chosen, limit)
 
-    @rule(target=known, limit=limits, room=rooms)
-    def sweep(self, limit, room):
-        return self._taken(self.room.offer(limit, room), self.model.expected_offers(limit, room=room))
+    @rule(target=known, limit=limits, capacity=capacities)
+    def sweep(self, limit, capacity):
+        return self._taken(self.queue.offer(limit, capacity), self.model.expected_offers(limit, capacity=capacity))
 
-    @rule(target=known, limit=limits, room=rooms, claimant=workers)
-    def look_for_work(self, limit, room, claimant):
+    @rule(target=known, limit=limits, capacity=capacities, claimant=workers)
+    def look_for_work(self, limit, capacity, claimant):
         """The oldest open offer comes before any new one."""
-        offers, oldest = self.room.offer(limit, room, claimant), self.model.open_offers()[:limit][:1]
+        offers, oldest = self.queue.offer(limit, capacity, claimant), self.model.open_offers()[:limit][:1]
         for lease in oldest:
             first = offers.pop(0)
             assert (first.job, first.lease, first.slot, first.number) == (
@@ -206,13 +206,13 @@ class RoomMachine(RuleBasedStateMachine):
                 lease.number,
             )
             lease.owner, lease.expires = claimant, self.model.now + LEASE_MS
-        expected = self.model.expected_offers(limit - len(oldest), "" if oldest else claimant, room)
+        expected = self.model.expected_offers(limit - len(oldest), "" if oldest else claimant, capacity)
         return self._taken(offers, expected)
 
     @rule(offer=known, owner=workers)
     def claim(self, offer, owner):
         lease = self.model.held(offer, "")
-        assert self.room.claim(offer, owner) == ("claimed" if lease else "lost")
+        assert self.queue.claim(offer, owner) == ("claimed" if lease else "lost")
         if lease:
             lease.owner, lease.expires = owner, self.model.now + LEASE_MS
 
@@ -220,7 +220,7 @@ class RoomMachine(RuleBasedStateMachine):
     def keep(self, offer, resumes):
         lease = self.model.held(offer, "")
         closed = lease and not resumes and self.model.server(lease.slot) not in self.model.online
-        assert self.room.keep(offer, resumes=resumes) == ("closed" if closed else "kept" if lease else "lost")
+        assert self.queue.keep(offer, resumes=resumes) == ("closed" if closed else "kept" if lease else "lost")
         if lease and not closed:
             lease.expires = self.model.now + OFFER_MS
 
@@ -228,7 +228,7 @@ class RoomMachine(RuleBasedStateMachine):
     def renew(self, offer, owner):
         lease = self.model.held(offer, owner)
         answer = "cancel" if lease and lease.cancel else "renewed" if lease else "lost"
-        assert self.room.renew(owner, offer) == [answer]
+        assert self.queue.renew(owner, offer) == [answer]
         if lease:
             lease.expires = self.model.now + LEASE_MS
 
@@ -240,10 +240,10 @@ class RoomMachine(RuleBasedStateMachine):
         ended_well=st.booleans(),
         cooldown_ms=st.sampled_from((0, 0, 500)),
         limit=limits,
-        room=rooms,
+        capacity=capacities,
         claimant=st.sampled_from(("", "w1")),
     )
-    def release(self, offer, owner, return_to_lane, ended_well, cooldown_ms, limit, room, claimant):
+    def release(self, offer, owner, return_to_lane, ended_well, cooldown_ms, limit, capacity, claimant):
         lease = self.model.held(offer, owner)
         if lease:
             self.model.drop(lease, cooldown_ms, return_to_lane=return_to_lane, ended_well=ended_well)
@@ -252,12 +252,12 @@ class RoomMachine(RuleBasedStateMachine):
             "return_to_lane": return_to_lane,
             "cooldown_ms": cooldown_ms,
             "limit": limit,
-            "room": room,
+            "capacity": capacity,
             "claimant": claimant,
         }
-        answer, offers = self.room.release(offer, owner, **how)
+        answer, offers = self.queue.release(offer, owner, **how)
         assert answer == ("released" if lease else "lost")
-        return self._taken(offers, self.model.expected_offers(limit, claimant, room))
+        return self._taken(offers, self.model.expected_offers(limit, claimant, capacity))
 
     @rule(target=known, offer=known, owner=owners, new_lease_owner=owners, only_expired=st.booleans())
     def seize(self, offer, owner, new_lease_owner, only_expired):
@@ -265,7 +265,7 @@ class RoomMachine(RuleBasedStateMachine):
         if lease and only_expired and lease.expires > self.model.now:
             lease = None
         name = f"s{len(self.names)}"
-        answer = self.room.seize(offer, owner, new_lease_owner, new_lease=name, only_expired=only_expired)
+        answer = self.queue.seize(offer, owner, new_lease_owner, new_lease=name, only_expired=only_expired)
         assert answer == ("seized" if lease else "lost")
         if not lease:
             return multiple()
@@ -277,7 +277,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from((1, 500, LEASE_MS - 1, LEASE_MS, OFFER_MS)))
     def time_goes_by(self, ms):
-        self.room.later(ms)
+        self.queue.later(ms)
         self.model.now += ms
 
     @rule(target=known, crashed=st.booleans())
@@ -287,20 +287,20 @@ class RoomMachine(RuleBasedStateMachine):
             (lease for lease in self.model.leases.values() if lease.expires <= self.model.now),
             key=lambda lease: (lease.expires, lease.job.id),
         )
-        found = self.room.expired()
+        found = self.queue.expired()
         assert found == [[lease.job.id, lease.name, lease.owner, lease.slot] for lease in expired]
         made: list[Offered] = []
         for lease in expired:
             offer = Offered(lease.job.id, lease.name, lease.slot, "", lease.job.model, 0, lease.owner)
             if lease.owner:
                 assert (
-                    self.room.seize(offer, lease.owner, "reaper", new_lease=f"r{lease.name}", only_expired=True)
+                    self.queue.seize(offer, lease.owner, "reaper", new_lease=f"r{lease.name}", only_expired=True)
                     == "seized"
                 )
                 offer, lease.owner = offer._replace(lease=f"{EPOCH}.r{lease.name}"), "reaper"
             return_to_lane = crashed or not lease.owner
             self.model.drop(lease, 0, return_to_lane=return_to_lane)
-            answer, offers = self.room.release(offer, lease.owner, return_to_lane=return_to_lane)
+            answer, offers = self.queue.release(offer, lease.owner, return_to_lane=return_to_lane)
             assert answer == "released"
             self._taken(offers, self.model.expected_offers(8))
             made += offers
@@ -313,7 +313,7 @@ class RoomMachine(RuleBasedStateMachine):
         lease = self.model.leases.get(job.id)
         untaken = lease and not lease.owner and lease.number
         answer = "withdrawn" if job.id in self.model.waiting else "freed" if untaken else "asked" if lease else "absent"
-        assert self.room.withdraw(job) == answer
+        assert self.queue.withdraw(job) == answer
         if self.model.waiting.pop(job.id, None):
             self.model.gone.add(job.id)
         if untaken:
@@ -329,15 +329,15 @@ class RoomMachine(RuleBasedStateMachine):
     @rule(target=known, late=st.booleans())
     def redis_is_lost(self, late):
         """Empty Redis and rebuild the queue from the database: running jobs with their leases, the rest in order."""
-        self.room.client.flushall()
-        self.room.set_clock(self.model.now)
+        self.queue.client.flushall()
+        self.queue.set_clock(self.model.now)
         before, self.model.leases = self.model.leases, {}
         running = [lease for lease in before.values() if lease.owner]
         self.model.waiting |= {lease.job.id: lease.job for lease in before.values() if not lease.owner}
         self.model.free, self.model.cooling, self.model.loaded, self.model.is_open = {}, {}, {}, False
         if late:  # a submit in between
             self._enqueue_new_job()
-        assert self.room.restore(*[(lease.job, lease.name, lease.owner, lease.slot) for lease in running]) == len(
+        assert self.queue.restore(*[(lease.job, lease.name, lease.owner, lease.slot) for lease in running]) == len(
             running
         )
         for lease in running:
@@ -346,15 +346,15 @@ class RoomMachine(RuleBasedStateMachine):
             self.model.leases[lease.job.id] = lease
         self._sync()
         queued = sorted(self.model.waiting.values(), key=lambda job: job.seq)
-        assert self.room.enqueue(*queued) == []
+        assert self.queue.enqueue(*queued) == []
         self._open()
-        return self._taken(self.room.offer(), self.model.expected_offers(256))
+        return self._taken(self.queue.offer(), self.model.expected_offers(256))
 
     # -- what must hold after every act --------------------------------------------------------------------------
 
     @invariant()
     def the_queue_equals_the_model(self):
-        state = _QueueState(self.room)
+        state = _QueueState(self.queue)
         model = self.model
         by_lane: dict[str, list[Job]] = {}
         for job in model.waiting.values():
@@ -398,7 +398,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.model.waiting |= {job.id: job for job in new}
         for lease in [self.model.leases[job.id] for job in jobs if job.id in self.model.leases]:
             lease.again = lease.again or bool(lease.owner)
-        added, offers = self.room.enqueued(*jobs, limit=limit)
+        added, offers = self.queue.enqueued(*jobs, limit=limit)
         assert added == len(new)
         return self._taken(offers, self.model.expected_offers(limit))
 
@@ -424,22 +424,22 @@ class RoomMachine(RuleBasedStateMachine):
             Server(name, slots, "online" if name in self.model.online else "paused", MODELS[name])
             for name, slots in SLOTS.items()
         ]
-        assert self.room.sync(*servers, version=self.model.version) == "synced"
+        assert self.queue.sync(*servers, version=self.model.version) == "synced"
 
     def _open(self) -> None:
-        assert self.room.open() == "opened"
+        assert self.queue.open() == "opened"
         self.model.is_open = True
 
 
 class _QueueState:
     """What stands in Redis, read in two trips."""
 
-    def __init__(self, room: Room) -> None:
-        pipe = room.client.pipeline(transaction=False)
+    def __init__(self, queue: FleetQueue) -> None:
+        pipe = queue.client.pipeline(transaction=False)
         for name in ("classes:|zimg", "classes:|flux", "free", "cooling", "leases"):
-            pipe.zrange(room.key(name), 0, -1, withscores=True)
-        pipe.hgetall(room.key("slots"))
-        pipe.zrange(room.key("meta:open"), 0, -1)
+            pipe.zrange(queue.key(name), 0, -1, withscores=True)
+        pipe.hgetall(queue.key("slots"))
+        pipe.zrange(queue.key("meta:open"), 0, -1)
         zimg, flux, free, cooling, leases, slots, still_open = pipe.execute()
         self.open = [job.decode() for job in still_open]
         self.order = [lane.decode() for lane, _ in sorted([*zimg, *flux], key=lambda row: row[1])]
@@ -448,7 +448,7 @@ class _QueueState:
         )
         self.slots = {slot.decode(): job.decode() for slot, job in slots.items()}
         for lane in self.order:
-            pipe.zrange(room.key(f"lanes:{lane}"), 0, -1)
+            pipe.zrange(queue.key(f"lanes:{lane}"), 0, -1)
         self.lanes = {
             lane: [job.decode().split("@")[0] for job in jobs]
             for lane, jobs in zip(self.order, pipe.execute(), strict=True)

@@ -17,7 +17,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[ServerUnderTest]:
 
 
 @pytest.fixture
-def stage(served: ServerUnderTest) -> Iterator[CheckContext]:
+def harness(served: ServerUnderTest) -> Iterator[CheckContext]:
     """A gate of this test's own; afterwards the server is idle again."""
     with contextlib.closing(Gate()) as gate:
         yield CheckContext(served, gate)

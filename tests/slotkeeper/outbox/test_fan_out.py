@@ -38,7 +38,7 @@ from slotkeeper.outbox.webhook_messages import (
 )
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, a_start, an_ended_job, at_once
 from tests.support.ends import store_end
-from tests.support.untold import untold_events
+from tests.support.unread_events import count_unread_events
 
 HOUR = 3600 * SECOND
 DAY = 24 * HOUR
@@ -857,13 +857,13 @@ def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(
 
 def test_how_much_is_untold_is_known(store, receivers, spread) -> None:
     an_ended_job(store)
-    assert untold_events(receivers.database) == 0, "nobody wants to know"
+    assert count_unread_events(receivers.database) == 0, "nobody wants to know"
     receiver = a_receiver(receivers)
     an_ended_job(store)
-    assert untold_events(receivers.database) == 4, "they count with the act of adding it"
+    assert count_unread_events(receivers.database) == 4, "they count with the act of adding it"
     assert receivers.count_pending([receiver.id]) == {}
     all_steps(spread)
-    assert untold_events(receivers.database) == 0 and receivers.count_pending([receiver.id]) == {receiver.id: 1}
+    assert count_unread_events(receivers.database) == 0 and receivers.count_pending([receiver.id]) == {receiver.id: 1}
 
 
 def test_each_change_of_a_webhook_is_audited_also_an_automatic_one(database, store, receivers, messages) -> None:

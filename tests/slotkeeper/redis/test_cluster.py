@@ -20,7 +20,7 @@ from slotkeeper.redis.keys import FLEET_KEYS, Keys
 from slotkeeper.redis.scripts import Scripts
 from slotkeeper.redis.signatures import BoundScript
 from tasks.relay.sinks.redis_stream import Entry, EventStream
-from tests.support.room import Job, Room, Server, a
+from tests.support.fleet_queue import FleetQueue, Job, Server, a
 from tools.cluster.valkey_process import NoValkey, Valkey
 
 FLEET = "org/model-7b:latest"
@@ -70,50 +70,50 @@ def _b(job_id: str, seq: int, priority: int = 5) -> Job:
 
 def test_every_script_works_on_a_cluster_with_the_servers_own_clock(cluster):
     cluster.flushall()
-    room = Room(cluster, FLEET)
-    room.scripts = strict = _Strict(cluster, room.keys)
+    queue = FleetQueue(cluster, FLEET)
+    queue.scripts = strict = _Strict(cluster, queue.keys)
     server = Server("gpu-slot3", 2, models=(FLEET, "flux"), attributes={"gpu": "A100"})
-    room.configure(FLEET, policy="fair", tenant_slots=5)
-    assert room.sync(server) == "synced"
-    assert room.open() == "opened"
-    one, two = room.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
-    assert room.claim(one) == "claimed" and room.renew("w1", one) == ["renewed"]
-    assert room.run("check_lease", one.job, one.lease, "w1", one.slot, 4000) == "held"
-    assert room.position(_b("j3", 3)) == ["waiting", 1]
-    assert room.run("model_status", f"default|{FLEET}", 1) == [2, 2, None, 0, "online", "closed", 0, ""]
-    assert room.run("count_constraints", f"default|{FLEET}", 1, FLEET, f"d1|{FLEET}") == [2, 2]
-    assert len(room.run("server_status")) == 1
-    assert room.run("queue_counts")[:4] == [1, 0, 0, 2]
-    assert room.claim(two) == "claimed"
-    assert room.withdraw(_b("j3", 3)) == "withdrawn" and room.withdraw(_b("j1", 1)) == "asked"
-    assert room.seize(two, "w1", "", only_expired=False) == "seized"
-    answer, (following,) = room.release(one, return_to_lane=True, claimant="w1")
+    queue.configure(FLEET, policy="fair", tenant_slots=5)
+    assert queue.sync(server) == "synced"
+    assert queue.open() == "opened"
+    one, two = queue.enqueue(_b("j1", 1), _b("j2", 2), _b("j3", 3), _b("urgent", 4, 1))
+    assert queue.claim(one) == "claimed" and queue.renew("w1", one) == ["renewed"]
+    assert queue.run("check_lease", one.job, one.lease, "w1", one.slot, 4000) == "held"
+    assert queue.position(_b("j3", 3)) == ["waiting", 1]
+    assert queue.run("model_status", f"default|{FLEET}", 1) == [2, 2, None, 0, "online", "closed", 0, ""]
+    assert queue.run("count_constraints", f"default|{FLEET}", 1, FLEET, f"d1|{FLEET}") == [2, 2]
+    assert len(queue.run("server_status")) == 1
+    assert queue.run("queue_counts")[:4] == [1, 0, 0, 2]
+    assert queue.claim(two) == "claimed"
+    assert queue.withdraw(_b("j3", 3)) == "withdrawn" and queue.withdraw(_b("j1", 1)) == "asked"
+    assert queue.seize(two, "w1", "", only_expired=False) == "seized"
+    answer, (following,) = queue.release(one, return_to_lane=True, claimant="w1")
     assert (answer, following.job, following.owner) == ("released", "urgent", "w1")
-    assert room.release(following)[0] == "released"
-    assert room.expired() == []
-    assert room.cool_down("gpu-slot3", 1000) == [1000, 0]
-    assert room.run("occupy_slots", "gpu-slot3", 1, 500) == 0
-    assert len(room.held()) == 2
-    now_ms, first_ms = room.run("lease_span")
+    assert queue.release(following)[0] == "released"
+    assert queue.expired() == []
+    assert queue.cool_down("gpu-slot3", 1000) == [1000, 0]
+    assert queue.run("occupy_slots", "gpu-slot3", 1, 500) == 0
+    assert len(queue.held()) == 2
+    now_ms, first_ms = queue.run("lease_span")
     assert now_ms < first_ms
-    assert room.run("clamp_times", 60_000, 60_000, 60_000) == 0
-    assert room.offer() == []
-    assert room.keep(two._replace(lease="1.seized")) == "kept"
-    assert room.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
+    assert queue.run("clamp_times", 60_000, 60_000, 60_000) == 0
+    assert queue.offer() == []
+    assert queue.keep(two._replace(lease="1.seized")) == "kept"
+    assert queue.restore((_b("back", 9), "p9-1", "w2", "elsewhere-slot0")) == 1
     settings = RoutingSettings()
     context = LimitContext(None, Queues(strict, settings), settings, None, None)  # type: ignore[arg-type]
-    assert room.run("tenant_waiting", "acme|zimg") == 0
+    assert queue.run("tenant_waiting", "acme|zimg") == 0
     buckets = [RateBucket(name, 1, 100, 5) for name in ("tenant", "key:k")]
     assert strict.run(context.rate_limit_command("acme", buckets)) == [(0, 4), (0, 4)]
     assert WorkerCapacity(strict).report("w1", 3) == 3
     assert strict.run(ProgressCommands(strict).publish_command("j1", EntryId(1, 1), "{}", 9)) == 0
     assert EventStream(strict, 9).add(0, [Entry(1, "{}")]) == 1
     assert ProcessList(strict).read_all() == []
-    assert room.run("note_silence", "gpu-slot3", 1) > 0
-    assert room.run("reset_breaker", "server", "gpu-slot3") == 0
-    assert room.place_on_entry(_b("last", 10)) == (0, None)
-    assert room.run("close_queue", room.version) == "closed" and room.open() == "opened"
-    assert room.run("discard_queue", 1) == "closed"
+    assert queue.run("note_silence", "gpu-slot3", 1) > 0
+    assert queue.run("reset_breaker", "server", "gpu-slot3") == 0
+    assert queue.place_on_entry(_b("last", 10)) == (0, None)
+    assert queue.run("close_queue", queue.version) == "closed" and queue.open() == "opened"
+    assert queue.run("discard_queue", 1) == "closed"
     presence = Presence(strict)
     assert not presence.beat("g1", "http://127.0.0.1:1")
     claim = presence.connect("n1", "i1", "g1", NodeState.CONNECTED)
@@ -139,7 +139,7 @@ def test_a_script_whose_keys_lack_the_tag_would_be_refused(cluster):
 
 
 def test_two_fleets_do_not_share_keys(client):
-    one, two = Room(client, "zimg"), Room(client, "zimg2")
+    one, two = FleetQueue(client, "zimg"), FleetQueue(client, "zimg2")
     one.with_slots(1)
     two.enqueue(a("j", 1))
     assert one.offer() == [] and two.offer() == []

@@ -21,7 +21,7 @@ from slotkeeper.redis.keys import Keys
 from slotkeeper.redis.pipeline import Pipeline, _Connection
 from slotkeeper.redis.scripts import Command
 from slotkeeper.redis.signatures import pack_words
-from tests.support.room import Room, a
+from tests.support.fleet_queue import FleetQueue, a
 from tools.cluster.valkey_process import Valkey
 
 KEYS = Keys("test")
@@ -30,7 +30,7 @@ _TIMEOUT_S = 0.3
 
 
 def depths(fleet: str = "zimg") -> Command:
-    """A script that works on an empty room."""
+    """Return a script for an empty queue."""
     return Command(SCRIPTS.target("queue_counts", fleet, lambda answer: ("read", int(answer[0]))), ())
 
 
@@ -138,8 +138,8 @@ def test_a_command_that_fails_does_not_fail_its_neighbours(own_valkey):
 @tcp
 def test_releases_of_one_loop_turn_are_one_call_and_each_gets_its_own_response(own_valkey):
     with own_valkey.client() as client:
-        room = Room(client, prefix="test")
-        offers = room.with_slots(3).enqueue(*[a(f"j{n}", n) for n in range(3)])
+        queue = FleetQueue(client, prefix="test")
+        offers = queue.with_slots(3).enqueue(*[a(f"j{n}", n) for n in range(3)])
         held = [Lease("zimg", offer.job, offer.lease, "", offer.slot) for offer in offers]
         held[1] = replace(held[1], owner="somebody")
         client.config_resetstat()
@@ -159,7 +159,7 @@ def test_releases_of_one_loop_turn_are_one_call_and_each_gets_its_own_response(o
     with own_valkey.client() as client:
         calls = client.info("commandstats")["cmdstat_fcall"]
         assert calls["calls"] - calls["failed_calls"] == 2, "one more call reads the queue counts"
-        assert Room(client, prefix="test").lease_of("j1")["lease"] == offers[1].lease
+        assert FleetQueue(client, prefix="test").lease_of("j1")["lease"] == offers[1].lease
 
 
 @tcp

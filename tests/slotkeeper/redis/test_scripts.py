@@ -15,7 +15,7 @@ from slotkeeper.redis.connections import connect, make_async_connection
 from slotkeeper.redis.keys import QUEUE_FORMAT, Keys
 from tests.house.lua_text import body, called_functions
 from tests.house.rule import for_each
-from tests.support.room import CLOCK, FRAGMENTS, Room, a
+from tests.support.fleet_queue import CLOCK, FRAGMENTS, FleetQueue, a
 from tools.cluster.valkey_process import Valkey
 
 
@@ -46,18 +46,21 @@ def test_a_script_is_sent_once_and_then_named_by_its_hash(client: Redis):
 
 
 def test_the_scripts_are_loaded_again_into_a_redis_that_lost_them(client: Redis):
-    room = Room(client)
-    room.with_slots(1)
+    queue = FleetQueue(client)
+    queue.with_slots(1)
     client.function_flush()
-    assert room.run("queue_counts")[1] == 1
+    assert queue.run("queue_counts")[1] == 1
     client.function_flush()
-    assert len(Fleets(room.scripts, RoutingSettings()).counts(["zimg", "flux"])) == 2
-    assert room.offer() == []
+    assert len(Fleets(queue.scripts, RoutingSettings()).counts(["zimg", "flux"])) == 2
+    assert queue.offer() == []
 
 
 def test_a_call_keeps_no_state_for_the_next_call(client: Redis):
     """The fragments of a function outlive a call: two fleets take turns, each with its rules and its servers."""
-    one, two = Room(client, "zimg").configure(policy="fair"), Room(client, "flux").configure("zimg", tenant_slots=1)
+    one, two = (
+        FleetQueue(client, "zimg").configure(policy="fair"),
+        FleetQueue(client, "flux").configure("zimg", tenant_slots=1),
+    )
     one.with_slots(2)
     two.with_slots(3)
     jobs = [a(f"j{n}", n) for n in range(4)]
@@ -74,21 +77,21 @@ def test_nothing_that_a_script_changes_is_left_unwritten(name):
 
 def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_valkey):
     with own_valkey.client() as client:
-        room = Room(client).with_slots(1)
-        (held,) = room.enqueue(a("j1", 1), a("j2", 2), limit=1)
-        assert room.run("queue_counts")[0] == 1
-        assert [room.claim(held, "w0"), room.renew("w1", held), room.release(held, "w2")[0]] == [
+        queue = FleetQueue(client).with_slots(1)
+        (held,) = queue.enqueue(a("j1", 1), a("j2", 2), limit=1)
+        assert queue.run("queue_counts")[0] == 1
+        assert [queue.claim(held, "w0"), queue.renew("w1", held), queue.release(held, "w2")[0]] == [
             "claimed",
             ["lost"],
             "lost",
         ]
         client.config_set("maxmemory", 1)
         with pytest.raises(ResponseError, match="maxmemory"):
-            room.enqueue(a("j3", 3))
-        assert room.claim(held, "w0") == "lost" and room.renew("w0", held) == ["renewed"]
-        answer, (following,) = room.release(held, "w0", claimant="w1")
+            queue.enqueue(a("j3", 3))
+        assert queue.claim(held, "w0") == "lost" and queue.renew("w0", held) == ["renewed"]
+        answer, (following,) = queue.release(held, "w0", claimant="w1")
         assert (answer, following.job) == ("released", "j2")
-        assert room.run("queue_counts")[0] == 1
+        assert queue.run("queue_counts")[0] == 1
 
 
 @pytest.mark.parametrize("fleet", ["zimg", "stable-diffusion", "org/model.v2", "a-slot3"])

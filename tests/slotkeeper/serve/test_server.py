@@ -104,11 +104,11 @@ def test_an_idle_server_ends_cleanly_at_a_signal(number: int):
 
 def test_a_stopping_server_finishes_what_runs_and_starts_nothing():
     with closing(Gate()) as gate, process("slotkeeper.serve.gated:model", "--slots", "2") as started:
-        stage = CheckContext(started.served, gate)
-        run = stage.begin()
+        harness = CheckContext(started.served, gate)
+        run = harness.begin()
         started.child.terminate()
         wait_until(lambda: started.served.health()["status"] == "stopping", "the stop")
-        refused = started.served.dispatch(stage.payload())
+        refused = started.served.dispatch(harness.payload())
         assert (refused.status_code, refused.json()["status"]) == (503, "busy")
         assert run.finish()["status"] == "completed"
         assert started.child.wait(timeout=5) == 0
@@ -124,8 +124,8 @@ def test_after_the_grace_runs_are_canceled():
 
 def test_a_second_signal_ends_it_at_once():
     with closing(Gate()) as gate, process("slotkeeper.serve.gated:deaf") as started:
-        stage = CheckContext(started.served, gate)
-        stage.later(lambda: stage.served.dispatch(stage.payload()))
+        harness = CheckContext(started.served, gate)
+        harness.later(lambda: harness.served.dispatch(harness.payload()))
         gate.arrival()
         started.child.terminate()
         wait_until(lambda: started.served.health()["status"] == "stopping", "the stop")
@@ -263,8 +263,8 @@ def test_a_coroutine_can_be_served():
 
 def test_a_run_whose_model_cannot_receive_a_cancel_is_not_reported_as_canceling():
     with closing(Gate()) as gate, embedded(gated.deaf) as served:
-        stage = CheckContext(served, gate)
-        answer = stage.later(lambda: served.dispatch(stage.payload(), job="a"))
+        harness = CheckContext(served, gate)
+        answer = harness.later(lambda: served.dispatch(harness.payload(), job="a"))
         held = gate.arrival()
         assert served.cancel("a").json()["status"] == "processing"
         held.release()
@@ -292,8 +292,8 @@ def test_a_function_that_tries_to_exit_only_ends_its_run():
 def test_health_reports_the_maximum_of_concurrent_runs_and_the_served_model():
     with closing(Gate()) as gate, embedded(gated.model, slots=3, model="zimg", endpoint="/run") as served:
         served.endpoint = "/run"
-        stage = CheckContext(served, gate)
-        for run in [stage.begin(), stage.begin()]:
+        harness = CheckContext(served, gate)
+        for run in [harness.begin(), harness.begin()]:
             run.finish()
         now = served.health()
     assert (now["max_active"], now["active_jobs"]) == (2, 0)

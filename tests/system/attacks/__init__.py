@@ -1,7 +1,7 @@
 """Attacks on a running Slotkeeper, each with conditions that must hold before, during and after it.
 
 frame.py     the class of an attack, and the function that plays it
-stage.py     the attacked processes, and the keys of their clients
+harness.py   the attacked processes, and the keys of their clients
 api.py       the attacks on the REST API; each other attack surface gets a module like this one, listed in ALL below
 table.py     all attack surfaces: possible attempts on each, and the attacks and tests that make them
 card.py      the score card

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.system.attacks.all import ALL
 from tests.system.attacks.card import lines, lines_of_table
 from tests.system.attacks.frame import Attack, Played, play
-from tests.system.attacks.stage import staged
+from tests.system.attacks.harness import running_harness
 from tests.system.attacks.table import ATTACK, TABLE
 
 
@@ -34,8 +34,8 @@ def _played(attacks: list[Attack]) -> list[Played]:
     with tempfile.TemporaryDirectory() as folder:
         for number, attack in enumerate(attacks):
             print(f"{attack.name} ...", flush=True)
-            with staged(Path(folder, str(number))) as stage:
-                played.append(play(attack, stage))
+            with running_harness(Path(folder, str(number))) as harness:
+                played.append(play(attack, harness))
             loads.append(getloadavg()[0])
     print(f"Load of the machine meanwhile: {min(loads):.1f} to {max(loads):.1f}.")
     return played

@@ -7,26 +7,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from socket import SHUT_RDWR, SHUT_WR, SO_LINGER, SOL_SOCKET, socket
 
 from tests.system.attacks.frame import Attack, Check
-from tests.system.attacks.stage import JOB, PLACES, Stage
+from tests.system.attacks.harness import JOB, PLACES, Harness
 
 # -- what must hold ------------------------------------------------------------------------------------------------
 
 
-def _live(stage: Stage) -> None:
-    assert stage.ask("", "GET", "/health/live").status_code == 200
+def _live(harness: Harness) -> None:
+    assert harness.ask("", "GET", "/health/live").status_code == 200
 
 
-def _operator(stage: Stage) -> None:
-    assert stage.ask("operator", "GET", "/admin/models").status_code == 200
+def _operator(harness: Harness) -> None:
+    assert harness.ask("operator", "GET", "/admin/models").status_code == 200
 
 
-def _submit(stage: Stage) -> None:
-    answer = stage.ask("alice", "POST", "/queue/submit", {"model": "zimg", "payload": {}})
+def _submit(harness: Harness) -> None:
+    answer = harness.ask("alice", "POST", "/queue/submit", {"model": "zimg", "payload": {}})
     assert answer.status_code == 202, answer.text
 
 
-def _nothing_taken(stage: Stage) -> None:
-    assert stage.jobs_of("mallory") == []
+def _nothing_taken(harness: Harness) -> None:
+    assert harness.jobs_of("mallory") == []
 
 
 # An orchestrator's probe waits for one second, and ends the process after three late answers in a row (Kubernetes'
@@ -42,12 +42,12 @@ SERVED = (LIVE, OPERATOR, SUBMIT)
 
 
 @contextmanager
-def _holding(stage: Stage, count: int, sent: bytes) -> Iterator[list[socket]]:
+def _holding(harness: Harness, count: int, sent: bytes) -> Iterator[list[socket]]:
     """Hold `count` open connections after sending `sent` on each."""
     with ExitStack() as stack:
         held = []
         for _ in range(count):
-            one = stack.enter_context(stage.connect())
+            one = stack.enter_context(harness.connect())
             with suppress(OSError):
                 one.sendall(sent)
             held.append(one)
@@ -55,7 +55,7 @@ def _holding(stage: Stage, count: int, sent: bytes) -> Iterator[list[socket]]:
 
 
 @contextmanager
-def _dripping(stage: Stage, count: int, begun: bytes, drip: bytes) -> Iterator[None]:
+def _dripping(harness: Harness, count: int, begun: bytes, drip: bytes) -> Iterator[None]:
     """The same, and on each goes on, a few bytes at a time."""
     over = threading.Event()
 
@@ -65,7 +65,7 @@ def _dripping(stage: Stage, count: int, begun: bytes, drip: bytes) -> Iterator[N
                 with suppress(OSError):
                     one.sendall(drip)
 
-    with _holding(stage, count, begun) as held:
+    with _holding(harness, count, begun) as held:
         thread = threading.Thread(target=drop, args=(held,))
         thread.start()
         try:
@@ -75,24 +75,28 @@ def _dripping(stage: Stage, count: int, begun: bytes, drip: bytes) -> Iterator[N
             thread.join()
 
 
-def _idle(stage: Stage) -> object:
-    return _holding(stage, PLACES + 100, b"")
+def _idle(harness: Harness) -> object:
+    return _holding(harness, PLACES + 100, b"")
 
 
-def _half_heads(stage: Stage) -> object:
-    return _dripping(stage, PLACES + 100, b"GET /health/live HTTP/1.1\r\nX-A: ", b"a")
+def _half_heads(harness: Harness) -> object:
+    return _dripping(harness, PLACES + 100, b"GET /health/live HTTP/1.1\r\nX-A: ", b"a")
 
 
-def _slow_bodies(count: int, path: str = "/queue/submit") -> Callable[[Stage], object]:
-    return lambda stage: _dripping(stage, count, stage.head("mallory", path, "Content-Length: 100000") + JOB[:20], b" ")
+def _slow_bodies(count: int, path: str = "/queue/submit") -> Callable[[Harness], object]:
+    return lambda harness: _dripping(
+        harness, count, harness.head("mallory", path, "Content-Length: 100000") + JOB[:20], b" "
+    )
 
 
-def _slow_chunks(stage: Stage) -> object:
-    return _dripping(stage, 200, stage.head("mallory", "/queue/submit", "Transfer-Encoding: chunked"), b"1\r\n \r\n")
+def _slow_chunks(harness: Harness) -> object:
+    return _dripping(
+        harness, 200, harness.head("mallory", "/queue/submit", "Transfer-Encoding: chunked"), b"1\r\n \r\n"
+    )
 
 
-def _of_strangers(stage: Stage) -> object:
-    return _dripping(stage, 200, stage.head("", "/tasks/callback/x", "Content-Length: 16000000"), b" " * 1000)
+def _of_strangers(harness: Harness) -> object:
+    return _dripping(harness, 200, harness.head("", "/tasks/callback/x", "Content-Length: 16000000"), b" " * 1000)
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -111,12 +115,12 @@ def _field(name: str, value: str) -> bytes:
 
 
 @contextmanager
-def _unfinished_streams(stage: Stage) -> Iterator[None]:
+def _unfinished_streams(harness: Harness) -> Iterator[None]:
     """Seventy POSTs of one HTTP/2 connection with heads and no bodies; then it is closed."""
     given = {":method": "POST", ":scheme": "http", ":path": "/queue/submit", ":authority": "127.0.0.1"}
-    given |= {"authorization": f"Bearer {stage.keys['mallory']}", "content-type": "application/json"}
+    given |= {"authorization": f"Bearer {harness.keys['mallory']}", "content-type": "application/json"}
     heads = b"".join(_field(name, value) for name, value in given.items())
-    with stage.connect() as one, suppress(OSError):
+    with harness.connect() as one, suppress(OSError):
         one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
         one.sendall(b"".join(_frame(1, 4, 2 * n + 1, heads) for n in range(70)))
         one.recv(1)
@@ -124,10 +128,10 @@ def _unfinished_streams(stage: Stage) -> Iterator[None]:
 
 
 @contextmanager
-def _begun_answers(stage: Stage) -> Iterator[None]:
+def _begun_answers(harness: Harness) -> Iterator[None]:
     """Many large answers are asked for, and not read."""
-    request = stage.head("", "/docs/swagger/swagger-ui-bundle.js", method="GET") * 4
-    with _holding(stage, 300, request):
+    request = harness.head("", "/docs/swagger/swagger-ui-bundle.js", method="GET") * 4
+    with _holding(harness, 300, request):
         yield
 
 
@@ -135,13 +139,13 @@ def _begun_answers(stage: Stage) -> Iterator[None]:
 
 
 @contextmanager
-def _sending(stage: Stage, clients: int, *requests: bytes, again: bool = False) -> Iterator[None]:
+def _sending(harness: Harness, clients: int, *requests: bytes, again: bool = False) -> Iterator[None]:
     """So many clients that send one request after the other; `again`: over the same connection."""
     over, held = threading.Event(), set[socket]()
 
     def send(number: int) -> None:
         while not over.is_set():
-            with suppress(OSError), stage.connect() as one:
+            with suppress(OSError), harness.connect() as one:
                 held.add(one)
                 one.sendall(requests[number % len(requests)])
                 while one.recv(1 << 20) and again and not over.is_set():
@@ -164,8 +168,8 @@ def _sending(stage: Stage, clients: int, *requests: bytes, again: bool = False) 
             thread.join()
 
 
-def _posts(stage: Stage, path: str, *bodies: bytes) -> list[bytes]:
-    return [stage.head("mallory", path, f"Content-Length: {len(body)}") + body for body in bodies]
+def _posts(harness: Harness, path: str, *bodies: bytes) -> list[bytes]:
+    return [harness.head("mallory", path, f"Content-Length: {len(body)}") + body for body in bodies]
 
 
 _KEYS = 100_000
@@ -179,28 +183,28 @@ COSTLY = {
 }
 
 
-def _costly(clients: int) -> Callable[[Stage], object]:
-    return lambda stage: _sending(stage, clients, *_posts(stage, "/queue/submit", *COSTLY.values()))
+def _costly(clients: int) -> Callable[[Harness], object]:
+    return lambda harness: _sending(harness, clients, *_posts(harness, "/queue/submit", *COSTLY.values()))
 
 
-def _costly_batches(stage: Stage) -> object:
+def _costly_batches(harness: Harness) -> object:
     unknown = b"[" + b",".join([COSTLY["unknown fields"]] * 10) + b"]"
     numbers = b"[" + b"0," * 7_000_000 + b"0]"
     jobs = b"[" + b",".join([COSTLY["numbers"]] * 15) + b"]"
-    return _sending(stage, 12, *_posts(stage, "/queue/submit-batch", unknown, numbers, jobs))
+    return _sending(harness, 12, *_posts(harness, "/queue/submit-batch", unknown, numbers, jobs))
 
 
-def _many_lists(stage: Stage) -> object:
-    return _sending(stage, 100, stage.head("mallory", "/queue/jobs?limit=200", method="GET"), again=True)
+def _many_lists(harness: Harness) -> object:
+    return _sending(harness, 100, harness.head("mallory", "/queue/jobs?limit=200", method="GET"), again=True)
 
 
-def _wrong_keys(stage: Stage) -> object:
-    wrong = [stage.head("", "/queue/jobs", f"Authorization: Bearer sk_{n}", method="GET") for n in range(100)]
-    return _sending(stage, 100, *wrong, again=True)
+def _wrong_keys(harness: Harness) -> object:
+    wrong = [harness.head("", "/queue/jobs", f"Authorization: Bearer sk_{n}", method="GET") for n in range(100)]
+    return _sending(harness, 100, *wrong, again=True)
 
 
-def _asking_for_health(stage: Stage) -> object:
-    return _sending(stage, 60, stage.head("", "/health/ready", method="GET"), again=True)
+def _asking_for_health(harness: Harness) -> object:
+    return _sending(harness, 60, harness.head("", "/health/ready", method="GET"), again=True)
 
 
 # -- half a body -------------------------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ BREAKING_OFF = (_close, _half_close, _reset)
 
 
 @contextmanager
-def _half_bodies(stage: Stage) -> Iterator[None]:
+def _half_bodies(harness: Harness) -> Iterator[None]:
     """What arrives would be valid by itself."""
     chunk = b"%x\r\n%s\r\n"
     for kind, path, body in (
@@ -242,14 +246,14 @@ def _half_bodies(stage: Stage) -> Iterator[None]:
         ("application/json", "/queue/submit-batch", _ARRAY),
         ("application/json", "/queue/submit", JOB),
     ):
-        counted = stage.head("mallory", path, f"Content-Length: {len(body) + 300}", kind=kind) + body
-        chunked = stage.head("mallory", path, "Transfer-Encoding: chunked", kind=kind) + chunk % (len(body), body)
+        counted = harness.head("mallory", path, f"Content-Length: {len(body) + 300}", kind=kind) + body
+        chunked = harness.head("mallory", path, "Transfer-Encoding: chunked", kind=kind) + chunk % (len(body), body)
         for sent in (counted, chunked, chunked + b"0\r\n"):
             for break_off in BREAKING_OFF:
-                with stage.connect() as one:
+                with harness.connect() as one:
                     one.sendall(sent)
                     break_off(one)
-        with stage.connect() as one:
+        with harness.connect() as one:
             one.sendall(chunked)
             _nonsense(one)
     yield

@@ -44,18 +44,18 @@ class Seen:
     looks: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def look(self, check: Check, stage: Any, patience: float = 1.0) -> None:
-        took_s, within_s = [self._look(check, stage)], check.within_s * patience
+    def look(self, check: Check, harness: Any, patience: float = 1.0) -> None:
+        took_s, within_s = [self._look(check, harness)], check.within_s * patience
         while took_s[-1] > within_s and len(took_s) < check.tries:
-            took_s.append(self._look(check, stage))
+            took_s.append(self._look(check, harness))
         if min(took_s) > within_s:
             self.wrong.append(f"took {min(took_s):.1f} s")
 
-    def _look(self, check: Check, stage: Any) -> float:
+    def _look(self, check: Check, harness: Any) -> float:
         """Return how long it took, in seconds."""
         began = time.monotonic()
         try:
-            check.look(stage)
+            check.look(harness)
         except (AssertionError, OSError) as error:
             self.wrong.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         took_s = time.monotonic() - began
@@ -64,7 +64,7 @@ class Seen:
 
 
 @contextmanager
-def _elsewhere(attack: Attack, stage: Any) -> Iterator[None]:
+def _elsewhere(attack: Attack, harness: Any) -> Iterator[None]:
     """Wage the attack from a separate process, so that its load does not slow down the checks.
 
     Raises AssertionError if the attack itself fails.
@@ -74,7 +74,7 @@ def _elsewhere(attack: Attack, stage: Any) -> Iterator[None]:
     def wage() -> None:
         os.nice(5)
         try:
-            with attack.wage(stage):
+            with attack.wage(harness):
                 theirs.send("")
                 theirs.recv()
         except Exception as error:
@@ -115,16 +115,16 @@ class Played:
         ]
 
 
-def play(attack: Attack, stage: Any, patience: float = 1.0) -> Played:
+def play(attack: Attack, harness: Any, patience: float = 1.0) -> Played:
     """Play it once.  `patience`: how many times later answers may be than their checks say."""
     played = Played(attack, {check.name: {phase: Seen() for phase in PHASES} for check in attack.checks})
 
     def look(phase: str) -> None:
         for check in attack.checks:
-            played.seen[check.name][phase].look(check, stage, patience)
+            played.seen[check.name][phase].look(check, harness, patience)
 
     look("before")
-    with _elsewhere(attack, stage):
+    with _elsewhere(attack, harness):
         until = time.monotonic() + attack.lasts_s
         look("during")
         while time.monotonic() < until:

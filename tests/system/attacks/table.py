@@ -129,9 +129,9 @@ TABLE = [
     ),
     Row(
         "bodies",
-        "more bytes than there is room for",
+        "more bytes than the limit",
         "whoever holds most gives way",
-        "its room is free again",
+        "its memory is free again",
         (
             f"{CAPACITY}test_an_owner_holds_a_fourth_of_all_bytes",
             f"{CAPACITY}test_a_full_buffer_closes_the_connection_that_holds_most_bytes",
@@ -344,7 +344,7 @@ TABLE = [
     Row(
         "broker messages",
         "offers that nobody made; revokes; changes of a worker's queues",
-        "an offer is worth what the room's lease says; a revoke is a cancel; queues stay",
+        "an offer is valid while its lease in Redis is; a revoke is a cancel; queues stay",
         "no slot is held for nobody",
         (
             "tests/tasks/test_offer_messages.py::test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner",

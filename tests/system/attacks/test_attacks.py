@@ -7,22 +7,22 @@ import pytest
 from tests.system.attacks.all import ALL
 from tests.system.attacks.card import lines
 from tests.system.attacks.frame import Attack, play
-from tests.system.attacks.stage import Stage, staged
+from tests.system.attacks.harness import Harness, running_harness
 
 QUICK = [attack for attack in ALL if attack.quick]
 _PATIENCE = 10.0  # `make attack` measures times, on a quiet machine.
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with staged(tmp_path_factory.mktemp("attacked")) as running:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with running_harness(tmp_path_factory.mktemp("attacked")) as running:
         yield running
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("attack", QUICK, ids=lambda attack: attack.name)
-def test_nobody_takes_it_from_others(stage: Stage, attack: Attack) -> None:
-    played = play(attack, stage, _PATIENCE)
+def test_nobody_takes_it_from_others(harness: Harness, attack: Attack) -> None:
+    played = play(attack, harness, _PATIENCE)
     assert not played.wrong, "\n".join(lines([played]))
 
 

@@ -16,7 +16,7 @@ import pytest
 from app.up.errors import UpError
 from app.up.ports import free_port
 from slotkeeper.jobs import ledger
-from tests.support.town import Town, started_town
+from tests.support.cluster import Cluster, started_cluster
 from tools.cluster import postgres_server
 from tools.cluster.stack import eventually
 
@@ -123,10 +123,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 class Clients:
     """Threads that submit one job after another.  `accepted`: ids; `refused`: statuses."""
 
-    def __init__(self, town: Town, model: str) -> None:
+    def __init__(self, cluster: Cluster, model: str) -> None:
         self.accepted: list[str] = []
         self.refused: list[int] = []
-        self._town, self._model = town, model
+        self._town, self._model = cluster, model
         self._over = threading.Event()
 
     @contextmanager
@@ -153,10 +153,10 @@ class Clients:
 
 
 def test_when_postgresql_fails_over_no_accepted_job_is_lost_and_each_ends_once(pair: Pair, tmp_path: Path) -> None:
-    with started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=pair.url) as town:
-        town.crew(1)
-        model = town.model(4)
-        clients = Clients(town, model)
+    with started_cluster(tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=pair.url) as cluster:
+        cluster.ensure_workers(1)
+        model = cluster.model(4)
+        clients = Clients(cluster, model)
         with clients.submitting():
             eventually(lambda: len(clients.accepted) > 30, "jobs are accepted")
             pair.fail_over()
@@ -165,8 +165,8 @@ def test_when_postgresql_fails_over_no_accepted_job_is_lost_and_each_ends_once(p
 
         assert set(clients.refused) <= {503}
         for job_id in clients.accepted:
-            job = town.until(job_id, "completed")
+            job = cluster.until(job_id, "completed")
             assert (job.failures, job.crashes) == (0, 0)
-        counts = ledger.read(town.store.database).by_state
+        counts = ledger.read(cluster.store.database).by_state
         assert counts["completed"] >= len(set(clients.accepted)) == len(clients.accepted)
         assert sum(counts.values()) == counts["completed"]

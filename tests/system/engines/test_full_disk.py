@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slotkeeper.jobs import ledger
-from tests.support.town import Town, started_town
+from tests.support.cluster import Cluster, started_cluster
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -46,9 +46,9 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
-def _submit(town: Town, model: str, accepted: list[str]) -> int:
+def _submit(cluster: Cluster, model: str, accepted: list[str]) -> int:
     """Submit a job, and note its id if it was accepted; returns the status."""
-    answer = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
+    answer = cluster.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
     if answer.status_code == 202:
         accepted.append(answer.json()["job_id"])
     else:
@@ -56,34 +56,34 @@ def _submit(town: Town, model: str, accepted: list[str]) -> int:
     return answer.status_code
 
 
-def _refused_readiness(town: Town) -> dict[str, Any] | None:
-    response = town.api.call("GET", "/health/ready")
+def _refused_readiness(cluster: Cluster) -> dict[str, Any] | None:
+    response = cluster.api.call("GET", "/health/ready")
     return response.json() if response.status_code == 503 else None
 
 
 def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_can_be_stored(
     disk: Path, tmp_path: Path
 ) -> None:
-    with started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=f"sqlite:///{disk / 'record.db'}") as town:
-        town.crew(1)
-        model = town.model(1)
-        gate = town.gate()
-        accepted = [town.submit(model, gate), *(town.submit(model, 0.01) for _ in range(_WAITING))]
-        town.sent(model)
+    with started_cluster(tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=f"sqlite:///{disk / 'record.db'}") as cluster:
+        cluster.ensure_workers(1)
+        model = cluster.model(1)
+        gate = cluster.gate()
+        accepted = [cluster.submit(model, gate), *(cluster.submit(model, 0.01) for _ in range(_WAITING))]
+        cluster.sent(model)
 
         with full(disk):
             # What is left of the log's last page may still take one.
-            eventually(lambda: _submit(town, model, accepted) == 503, "a submit is refused")
-            ready = eventually(lambda: _refused_readiness(town), "readiness says so, too")
+            eventually(lambda: _submit(cluster, model, accepted) == 503, "a submit is refused")
+            ready = eventually(lambda: _refused_readiness(cluster), "readiness says so, too")
             assert "its disk is full" in ready["parts"]["database"]["why"]
             gate.open()
-            eventually(lambda: town.runs(model), "the server is done with the first job")
-            assert _submit(town, model, accepted) == 503
+            eventually(lambda: cluster.runs(model), "the server is done with the first job")
+            assert _submit(cluster, model, accepted) == 503
 
-        jobs = [town.until(job_id, "completed") for job_id in accepted]
+        jobs = [cluster.until(job_id, "completed") for job_id in accepted]
         assert {(job.attempts, job.failures, job.crashes) for job in jobs} == {(1, 0, 0)}
-        assert sorted(run["job_id"] for run in town.runs(model)) == sorted(accepted), "each ran once"
-        assert sum(ledger.read(town.store.database).by_state.values()) == len(accepted), (
+        assert sorted(run["job_id"] for run in cluster.runs(model)) == sorted(accepted), "each ran once"
+        assert sum(ledger.read(cluster.store.database).by_state.values()) == len(accepted), (
             "a refused submit leaves nothing"
         )
-        assert _submit(town, model, accepted) == 202
+        assert _submit(cluster, model, accepted) == 202

@@ -67,7 +67,7 @@ from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.worker import this_worker
 from tests.support import passes
 from tests.support.builders import a_submission
-from tests.support.untold import untold_events
+from tests.support.unread_events import count_unread_events
 from tools.cluster.direct_starts import begin_run
 
 SERVER, SLOTS, SYNC, ASYNC = "gpu", 2, "zimg", "flux"
@@ -427,29 +427,29 @@ class Life:
 
     def _is_quiet(self) -> bool:
         by_state = ledger.read(self.dispatcher.store.database).by_state
-        room = self.dispatcher.fleets.counts([SYNC])[SYNC]
+        queue = self.dispatcher.fleets.counts([SYNC])[SYNC]
         if (
             any(by_state[state] for state in ACTIVE_STATES)
             or services.batches().list_unfinished()
-            or room.taken
-            or room.waiting
+            or queue.taken
+            or queue.waiting
             or self.dispatcher.leases.list_all([SYNC])[SYNC]
         ):
             return False
         with self.dispatcher.store.database.read() as connection:
             if connection.exec_driver_sql("SELECT count(*) FROM messages WHERE state = 'pending'").scalar():
                 return False
-            if untold_events(services.database()):
+            if count_unread_events(services.database()):
                 return False
             return not connection.exec_driver_sql("SELECT count(*) FROM result_notifications").scalar()
 
     def report(self) -> None:
-        room = self.dispatcher.fleets.counts([SYNC])[SYNC]
+        queue = self.dispatcher.fleets.counts([SYNC])[SYNC]
         found = {
-            "open": room.is_open,
-            "slots": room.free + room.cooling,
-            "taken": room.taken,
-            "waiting": room.waiting,
+            "open": queue.is_open,
+            "slots": queue.free + queue.cooling,
+            "taken": queue.taken,
+            "waiting": queue.waiting,
             "leases": len(self.dispatcher.leases.list_all([SYNC])[SYNC]),
             "findings": sorted(
                 f"{violation.check} {violation.subject}" for violation in passes.find_violations(self.dispatcher, {})

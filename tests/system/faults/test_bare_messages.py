@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import celeryconfig
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -27,9 +27,9 @@ print(celery.send_task("infer", (sys.argv[1], {"seconds": 0.01}), expires=float(
 """
 
 
-def _python(town: Town, script: str, *args: str) -> str:
+def _python(cluster: Cluster, script: str, *args: str) -> str:
     command = [sys.executable, "-P", "-c", script, *args]
-    done = subprocess.run(command, env=town.stack.env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=cluster.stack.env, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return done.stdout.strip()
 
@@ -38,21 +38,21 @@ def _python(town: Town, script: str, *args: str) -> str:
     "expires_s, state", [(600.0, "completed"), (0.5, "expired")], ids=["in time", "expired meanwhile"]
 )
 def test_a_message_that_a_dead_worker_had_taken_comes_back_and_runs_once_unless_it_has_expired(
-    town: Town, expires_s: float, state: str
+    cluster: Cluster, expires_s: float, state: str
 ):
-    town.crew(0)
-    model = town.model(1)
-    job_id = _python(town, _SEND, model, str(expires_s))
-    assert _python(town, _TAKE_AND_DIE) == job_id
-    with town.redis() as redis:
+    cluster.ensure_workers(0)
+    model = cluster.model(1)
+    job_id = _python(cluster, _SEND, model, str(expires_s))
+    assert _python(cluster, _TAKE_AND_DIE) == job_id
+    with cluster.redis() as redis:
         assert redis.zcard("unacked_index") == 1
         (tag,) = redis.zrange("unacked_index", 0, -1)
         redis.zadd("unacked_index", {tag: 0})  # So long ago; visibility_timeout is over.
-        town.crew(1)
+        cluster.ensure_workers(1)
         eventually(lambda: not redis.zcard("unacked_index"), "the message is taken again and acknowledged", 60)
-    eventually(lambda: town.store.get(job_id), "the job is stored")
-    town.until(job_id, state)
-    assert [run["job_id"] for run in town.runs(model)] == ([job_id] if state == "completed" else [])
+    eventually(lambda: cluster.store.get(job_id), "the job is stored")
+    cluster.until(job_id, state)
+    assert [run["job_id"] for run in cluster.runs(model)] == ([job_id] if state == "completed" else [])
 
 
 def test_the_broker_gives_back_what_a_dead_worker_held_within_a_minute():

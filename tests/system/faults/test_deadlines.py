@@ -13,9 +13,9 @@ from slotkeeper.jobs.states import State
 from slotkeeper.jobs.values import Job
 from tests.support import passes
 from tests.support.builders import at_once
+from tests.support.cluster import Cluster
 from tests.support.ends import hand_back
-from tests.support.stage import OFFER_MS, SECOND, YEAR, Stage
-from tests.support.town import Town
+from tests.support.harness import OFFER_MS, SECOND, YEAR, Harness
 from tools.cluster.stack import eventually
 
 _FINAL_EVENTS = {"job.completed", "job.failed", "job.expired", "job.canceled", "job.dlq"}
@@ -28,36 +28,36 @@ def _ends(events: list[Any]) -> list[str]:
 # -- the functions, with the clock set -------------------------------------------------------------------------
 
 
-def _waiting(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    stage.submit(id="before")
-    stage.start()
-    return stage.submit(**changes), None
+def _waiting(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
+    harness.submit(id="before")
+    harness.start()
+    return harness.submit(**changes), None
 
 
-def _delayed(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    return stage.submit(delay_s=5, **changes), None
+def _delayed(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
+    return harness.submit(delay_s=5, **changes), None
 
 
-def _offered(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    job_id = stage.submit(**changes)
-    assert [offer.job_id for offer in stage.told.offers] == [job_id]
+def _offered(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
+    job_id = harness.submit(**changes)
+    assert [offer.job_id for offer in harness.notifications.offers] == [job_id]
     return job_id, None
 
 
-def _running(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    return stage.submit(**changes), stage.start()
+def _running(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
+    return harness.submit(**changes), harness.start()
 
 
-def _polled(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
-    job_id, task = stage.submit(**changes), stage.start()
-    stage.remote(task)
+def _polled(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
+    job_id, task = harness.submit(**changes), harness.start()
+    harness.remote(task)
     return job_id, task
 
 
-def _resumable(stage: Stage, **changes: Any) -> tuple[str, ActiveRun | None]:
+def _resumable(harness: Harness, **changes: Any) -> tuple[str, ActiveRun | None]:
     """A job that its worker handed back, that its server still runs, and that no worker has resumed."""
-    job_id, task = _polled(stage, **changes)
-    assert task is not None and hand_back(stage.dispatcher, task)
+    job_id, task = _polled(harness, **changes)
+    assert task is not None and hand_back(harness.dispatcher, task)
     return job_id, None
 
 
@@ -66,61 +66,61 @@ in_every_state = pytest.mark.parametrize("begun", [pytest.param(state, id=state.
 Begun = Callable[..., tuple[str, ActiveRun | None]]
 
 
-def _is_over(stage: Stage, job_id: str, task: ActiveRun | None, state: State) -> None:
+def _is_over(harness: Harness, job_id: str, task: ActiveRun | None, state: State) -> None:
     """Check that the job has ended once, and that its worker and maintenance cannot change it any more."""
     if task is not None:
-        assert stage.renewal(task) is Renewal.CANCEL, "the worker gets the cancel and passes it to the server"
-        assert stage.settle(task).moved is None
-    stage.later(OFFER_MS)
-    passes.reap(stage.dispatcher)
-    assert stage.state(job_id) is state
-    assert _ends(stage.store.list_events(job_id)) == [f"job.{state}"]
-    assert [end for end in stage.told.ends if end[0] == job_id] == [(job_id, state)]
-    assert job_id not in stage.room.waiting() and job_id not in stage.room.taken().values()
+        assert harness.renewal(task) is Renewal.CANCEL, "the worker gets the cancel and passes it to the server"
+        assert harness.settle(task).moved is None
+    harness.later(OFFER_MS)
+    passes.reap(harness.dispatcher)
+    assert harness.state(job_id) is state
+    assert _ends(harness.store.list_events(job_id)) == [f"job.{state}"]
+    assert [end for end in harness.notifications.ends if end[0] == job_id] == [(job_id, state)]
+    assert job_id not in harness.queue.waiting() and job_id not in harness.queue.taken().values()
 
 
 @in_every_state
-def test_a_deadline_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begun) -> None:
-    stage.register()
-    job_id, task = begun(stage, ttl_s=9)
-    stage.later(9 * SECOND - 1)
-    assert deadlines.expire_deadlines(stage.dispatcher) == 0
-    stage.later(1)
-    assert sum(at_once(*[lambda: deadlines.expire_deadlines(stage.dispatcher)] * 3)) == 1
-    _is_over(stage, job_id, task, State.EXPIRED)
+def test_a_deadline_ends_a_job_once_whatever_it_is_doing(harness: Harness, begun: Begun) -> None:
+    harness.register()
+    job_id, task = begun(harness, ttl_s=9)
+    harness.later(9 * SECOND - 1)
+    assert deadlines.expire_deadlines(harness.dispatcher) == 0
+    harness.later(1)
+    assert sum(at_once(*[lambda: deadlines.expire_deadlines(harness.dispatcher)] * 3)) == 1
+    _is_over(harness, job_id, task, State.EXPIRED)
 
 
 @in_every_state
-def test_a_cancel_ends_a_job_once_whatever_it_is_doing(stage: Stage, begun: Begun) -> None:
-    stage.register()
-    job_id, task = begun(stage)
-    answers = at_once(*[lambda: stage.dispatcher.cancel(job_id)] * 3)
+def test_a_cancel_ends_a_job_once_whatever_it_is_doing(harness: Harness, begun: Begun) -> None:
+    harness.register()
+    job_id, task = begun(harness)
+    answers = at_once(*[lambda: harness.dispatcher.cancel(job_id)] * 3)
     if task is None:
         assert answers == [State.CANCELED] * 3, "to whoever asks again it is canceled, and it has ended once"
-        return _is_over(stage, job_id, task, State.CANCELED)
+        return _is_over(harness, job_id, task, State.CANCELED)
     assert answers == [State.RUNNING] * 3
-    assert stage.renewal(task) is Renewal.CANCEL
-    stage.later(stage.dispatcher.settings.lease_ms)
-    passes.reap(stage.dispatcher)  # even if its worker dies of it
-    assert stage.state(job_id) is State.CANCELED
-    assert _ends(stage.store.list_events(job_id)) == ["job.canceled"]
-    assert stage.settle(task).moved is None and stage.free() == 1
+    assert harness.renewal(task) is Renewal.CANCEL
+    harness.later(harness.dispatcher.settings.lease_ms)
+    passes.reap(harness.dispatcher)  # even if its worker dies of it
+    assert harness.state(job_id) is State.CANCELED
+    assert _ends(harness.store.list_events(job_id)) == ["job.canceled"]
+    assert harness.settle(task).moved is None and harness.free() == 1
     return None
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_after_a_long_pause_of_beat_no_deadline_is_missed(stage: Stage) -> None:
-    stage.register()
-    asked = [stage.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_100)]
-    stage.submit_all(asked)
-    kept = stage.submit(ttl_s=366 * 86_400)
-    stage.later(YEAR - SECOND)
+def test_after_a_long_pause_of_beat_no_deadline_is_missed(harness: Harness) -> None:
+    harness.register()
+    asked = [harness.a(id=f"many{n}", ttl_s=1 + n % 50) for n in range(1_100)]
+    harness.submit_all(asked)
+    kept = harness.submit(ttl_s=366 * 86_400)
+    harness.later(YEAR - SECOND)
 
-    assert deadlines.expire_deadlines(stage.dispatcher) == 1_100, "all of them, by the first look"
+    assert deadlines.expire_deadlines(harness.dispatcher) == 1_100, "all of them, by the first look"
 
-    assert ledger.read(stage.store.database).by_state[State.EXPIRED] == 1_100
-    assert stage.state(kept) is State.QUEUED
+    assert ledger.read(harness.store.database).by_state[State.EXPIRED] == 1_100
+    assert harness.state(kept) is State.QUEUED
 
 
 # -- real processes --------------------------------------------------------------------------------------------
@@ -134,33 +134,33 @@ def _late_s(job: Job) -> float:
     return (job.finished_ms - job.deadline_ms) / 1000
 
 
-def _outcomes(town: Town, model: str) -> dict[str, str]:
-    return {run["job_id"]: run["outcome"] for run in town.runs(model)}
+def _outcomes(cluster: Cluster, model: str) -> dict[str, str]:
+    return {run["job_id"]: run["outcome"] for run in cluster.runs(model)}
 
 
 @pytest.mark.e2e
-def test_deadlines_and_cancels_reach_the_servers_of_running_jobs(town: Town) -> None:
-    town.crew(1)
-    models, never = [town.model(2), town.polled_model(2)], town.gate()
-    canceled = {model: town.submit(model, never) for model in models}
+def test_deadlines_and_cancels_reach_the_servers_of_running_jobs(cluster: Cluster) -> None:
+    cluster.ensure_workers(1)
+    models, never = [cluster.model(2), cluster.polled_model(2)], cluster.gate()
+    canceled = {model: cluster.submit(model, never) for model in models}
     for model in models:
-        town.sent(model)  # its queue is served by now, so the next starts long before its deadline
-    expiring = {model: town.submit(model, never, ttl=5) for model in models}
-    in_line = [town.submit(model, 0.02, ttl=2) for model in models]
+        cluster.sent(model)  # its queue is served by now, so the next starts long before its deadline
+    expiring = {model: cluster.submit(model, never, ttl=5) for model in models}
+    in_line = [cluster.submit(model, 0.02, ttl=2) for model in models]
     for model in models:
-        town.sent(model, 2)
+        cluster.sent(model, 2)
 
     for job_id in canceled.values():
-        assert town.api.call("POST", f"/queue/jobs/{job_id}/cancel").status_code == 202
+        assert cluster.api.call("POST", f"/queue/jobs/{job_id}/cancel").status_code == 202
     for model, job_id in (*canceled.items(), *expiring.items()):
         eventually(
-            lambda model=model, job_id=job_id: _outcomes(town, model).get(job_id) == "canceled", "its server lets go"
+            lambda model=model, job_id=job_id: _outcomes(cluster, model).get(job_id) == "canceled", "its server lets go"
         )
-    ended = [town.until(job_id, "canceled") for job_id in canceled.values()]
-    ended += [town.until(job_id, "expired") for job_id in expiring.values()]
+    ended = [cluster.until(job_id, "canceled") for job_id in canceled.values()]
+    ended += [cluster.until(job_id, "expired") for job_id in expiring.values()]
 
     assert max(map(_late_s, ended[2:])) < _ENDED_WITHIN_S
     for job in ended:
-        assert _ends(town.store.list_events(job.id)) == [f"job.{job.state}"]
+        assert _ends(cluster.store.list_events(job.id)) == [f"job.{job.state}"]
     for job_id in in_line:
-        eventually(lambda job_id=job_id: town.row(job_id).state in ("completed", "expired"), "it ends too")
+        eventually(lambda job_id=job_id: cluster.row(job_id).state in ("completed", "expired"), "it ends too")

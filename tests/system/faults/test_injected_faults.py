@@ -115,15 +115,15 @@ def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
 def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Cluster) -> None:
     one = fault(Kind.STALE, "redis")
     for key in ("first", "second"):  # there and back again
-        with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
-            room.set(key, "1")
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
+            queue.set(key, "1")
             mend = _struck(stores, one)
-            room.set(f"after {key}", "1")
+            queue.set(f"after {key}", "1")
         mend()
-        with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
-            assert room.get(key) == b"1"
-            assert room.get(f"after {key}") is None
-            assert room.set("new", "1")
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
+            assert queue.get(key) == b"1"
+            assert queue.get(f"after {key}") is None
+            assert queue.set("new", "1")
 
 
 def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
@@ -137,9 +137,9 @@ def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
             return False
         return True
 
-    with Redis.from_url(stack.redis_url, socket_timeout=5) as room:
-        wait_until(lambda: room.info("replication")["connected_slaves"] == 1)
-        wait_until(lambda: room.wait(1, 1000) == 1)
+    with Redis.from_url(stack.redis_url, socket_timeout=5) as queue:
+        wait_until(lambda: queue.info("replication")["connected_slaves"] == 1)
+        wait_until(lambda: queue.wait(1, 1000) == 1)
     wait_until(strikes)
     return found[0]
 
@@ -152,19 +152,19 @@ def test_a_replica_is_no_place_to_write(stores: Cluster) -> None:
 
 
 def test_what_redis_forgot_is_forgotten(stores: Cluster) -> None:
-    with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
-        room.set("a", "1")
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
+        queue.set("a", "1")
         ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
-        assert room.get("a") is None
+        assert queue.get("a") is None
 
 
 def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Cluster) -> None:
-    with Redis.from_url(stores.redis_url, socket_timeout=5) as room:
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
         mend = ACTS[Kind.FULL](stores, fault(Kind.FULL, "redis"))
         with pytest.raises(OutOfMemoryError):
-            room.set("a", "1")
+            queue.set("a", "1")
         mend()
-        assert room.set("a", "1")
+        assert queue.set("a", "1")
 
 
 # -- people ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import pytest
 from pytest_httpserver import HTTPServer
 
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -19,45 +19,45 @@ print(len(result["result"]))
 """
 
 
-def _many_lists(httpserver: HTTPServer, town: Town, megabytes: int) -> str:
+def _many_lists(httpserver: HTTPServer, cluster: Cluster, megabytes: int) -> str:
     """Register a model whose server answers so many MB of empty lists."""
     lists = b"[]," * (megabytes * 333_333) + b"[]"
     httpserver.expect_request("/many").respond_with_data(
         b'{"status":"success","result":[' + lists + b"]}", content_type="application/json"
     )
     model = f"many{megabytes}"
-    assert town.api.call("PUT", f"/admin/model-configs/{model}", json={"preset": "generic-sync"}).ok
+    assert cluster.api.call("PUT", f"/admin/model-configs/{model}", json={"preset": "generic-sync"}).ok
     server = {"model": model, "server": f"{model}-server", "endpoint": httpserver.url_for("/many"), "slots": 1}
-    assert town.api.call("POST", "/admin/register", json=server).ok
+    assert cluster.api.call("POST", "/admin/register", json=server).ok
     return model
 
 
-def test_jobs_start_and_end_beside_an_answer_of_20_mb_of_small_lists(httpserver: HTTPServer, town: Town) -> None:
-    town.crew(1)
-    large, small = _many_lists(httpserver, town, 20), town.model(1)
-    town.until(town.submit(small, 0.02), "completed")
+def test_jobs_start_and_end_beside_an_answer_of_20_mb_of_small_lists(httpserver: HTTPServer, cluster: Cluster) -> None:
+    cluster.ensure_workers(1)
+    large, small = _many_lists(httpserver, cluster, 20), cluster.model(1)
+    cluster.until(cluster.submit(small, 0.02), "completed")
 
-    job_id = town.api.submit(large, {})
+    job_id = cluster.api.submit(large, {})
     ended_beside = 0
-    while not ended_beside or town.row(job_id).state not in ("completed", "dead", "failed"):
-        town.until(town.submit(small, 0.02), "completed")
+    while not ended_beside or cluster.row(job_id).state not in ("completed", "dead", "failed"):
+        cluster.until(cluster.submit(small, 0.02), "completed")
         ended_beside += 1
-    ended = town.row(job_id)
+    ended = cluster.row(job_id)
     assert (ended.state, ended.crashes, ended.attempt) == ("completed", 0, 1)
     assert ended.result is not None and len(ended.result) > 20_000_000 - 4
     assert ended_beside >= 2, "others ended while it was read"
 
 
-def test_a_celery_client_gets_a_large_result_from_another_process(httpserver: HTTPServer, town: Town) -> None:
-    (worker,) = town.crew(1)
-    model = _many_lists(httpserver, town, 2)
-    assert json.loads(town.stack.run_with_input(_WAITS, model)) == 666_667
+def test_a_celery_client_gets_a_large_result_from_another_process(httpserver: HTTPServer, cluster: Cluster) -> None:
+    (worker,) = cluster.ensure_workers(1)
+    model = _many_lists(httpserver, cluster, 2)
+    assert json.loads(cluster.stack.run_with_input(_WAITS, model)) == 666_667
     assert "notification_postponed" not in worker.log
 
 
-def test_the_page_of_a_job_does_not_make_objects_of_very_many_parts(httpserver: HTTPServer, town: Town) -> None:
-    town.crew(1)
-    job_id = town.api.submit(_many_lists(httpserver, town, 1), {})
-    town.until(job_id, "completed")
-    shown = town.api.call("GET", f"/page/jobs/{job_id}")
+def test_the_page_of_a_job_does_not_make_objects_of_very_many_parts(httpserver: HTTPServer, cluster: Cluster) -> None:
+    cluster.ensure_workers(1)
+    job_id = cluster.api.submit(_many_lists(httpserver, cluster, 1), {})
+    cluster.until(job_id, "completed")
+    shown = cluster.api.call("GET", f"/page/jobs/{job_id}")
     assert shown.status_code == 200 and "in very many parts" in shown.text and len(shown.text) < 200_000

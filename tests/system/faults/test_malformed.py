@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tools.cluster.stack import eventually
 
 pytestmark = pytest.mark.e2e
@@ -18,9 +18,9 @@ DEEP = "[" * 50_000 + "]" * 50_000
 
 
 @pytest.fixture(scope="module")
-def bare(town: Town) -> Iterator[Celery]:
-    assert town.stack.valkey is not None
-    with Celery(broker=town.stack.valkey.url, backend=town.stack.valkey.url) as client:
+def bare(cluster: Cluster) -> Iterator[Celery]:
+    assert cluster.stack.valkey is not None
+    with Celery(broker=cluster.stack.valkey.url, backend=cluster.stack.valkey.url) as client:
         yield client
 
 
@@ -111,30 +111,30 @@ RAW = {
 }
 
 
-def _in_hands(town: Town) -> set[bytes]:
+def _in_hands(cluster: Cluster) -> set[bytes]:
     """Return the messages that workers have taken and not acknowledged; a killed worker leaves some for an hour."""
-    with town.redis() as redis:
+    with cluster.redis() as redis:
         return set(redis.hkeys("unacked"))
 
 
-def _all_are_read(town: Town, before: set[bytes]) -> bool:
-    with town.redis() as redis:
-        return redis.llen("celery") == 0 and _in_hands(town) <= before
+def _all_are_read(cluster: Cluster, before: set[bytes]) -> bool:
+    with cluster.redis() as redis:
+        return redis.llen("celery") == 0 and _in_hands(cluster) <= before
 
 
-def test_no_message_ends_a_worker_or_is_read_twice(town: Town, bare: Celery) -> None:
-    town.crew(0)
-    before = _in_hands(town)
-    worker = town.hire()
-    model = town.model(2)
+def test_no_message_ends_a_worker_or_is_read_twice(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(0)
+    before = _in_hands(cluster)
+    worker = cluster.start_worker()
+    model = cluster.model(2)
     for chunk in (list(RAW.values())[start : start + 10] for start in range(0, len(RAW), 10)):
-        with town.redis() as redis:
+        with cluster.redis() as redis:
             for raw in chunk:
                 redis.lpush("celery", raw)
         honest = bare.send_task("infer", args=[model, {"prompt": "honest", "seconds": 0.01}])
         assert honest.get(timeout=60)["prompt"] == "honest"
     assert worker.popen.poll() is None
-    eventually(lambda: _all_are_read(town, before), "everything is acknowledged")
+    eventually(lambda: _all_are_read(cluster, before), "everything is acknowledged")
     assert worker.log.count("ready.") == 1, "and never lost its connection"
     assert MARK not in worker.log
     assert max(map(len, worker.log.splitlines())) < 2_000
@@ -143,46 +143,46 @@ def test_no_message_ends_a_worker_or_is_read_twice(town: Town, bare: Celery) -> 
 _BROADCASTS = "/0.celery.pidbox"
 
 
-def test_no_broadcast_ends_a_worker(town: Town, bare: Celery) -> None:
-    town.crew(0)
-    worker = town.hire()
-    with town.redis() as redis:
+def test_no_broadcast_ends_a_worker(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(0)
+    worker = cluster.start_worker()
+    with cluster.redis() as redis:
         for raw in RAW.values():  # Celery subscribes again after some of them.
             eventually(lambda raw=raw: redis.publish(_BROADCASTS, raw), "it listens")
-    honest = bare.send_task("infer", args=[town.model(), {"prompt": "honest", "seconds": 0.01}])
+    honest = bare.send_task("infer", args=[cluster.model(), {"prompt": "honest", "seconds": 0.01}])
     assert honest.get(timeout=60)["prompt"] == "honest"
     assert worker.popen.poll() is None
     assert bare.control.ping(timeout=5, limit=1, destination=None)
 
 
 @pytest.mark.parametrize("body", [[], [[], {}], ["x", {}, {}], [[], [], {}]], ids=str)
-def test_the_client_of_a_message_that_is_no_task_gets_an_error(town: Town, bare: Celery, body: Any) -> None:
-    town.crew(1)
+def test_the_client_of_a_message_that_is_no_task_gets_an_error(cluster: Cluster, bare: Celery, body: Any) -> None:
+    cluster.ensure_workers(1)
     job_id = f"no-task-{abs(hash(str(body)))}"
-    with town.redis() as redis:
+    with cluster.redis() as redis:
         redis.lpush("celery", _message(_headers(id=job_id), body))
     with pytest.raises(Exception, match="invalid_message"):
         bare.AsyncResult(job_id).get(timeout=60)
 
 
-def test_the_client_of_a_job_after_an_unknown_task_gets_an_error(town: Town, bare: Celery) -> None:
-    town.crew(1)
+def test_the_client_of_a_job_after_an_unknown_task_gets_an_error(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(1)
     following = bare.signature("infer", args=("zimg", {}), immutable=True).set(task_id="after-an-unknown-task")
     bare.send_task("nobody.knows.it", chain=[following])
     with pytest.raises(Exception, match=r"nobody\.knows\.it"):
         bare.AsyncResult("after-an-unknown-task").get(timeout=60)
 
 
-def test_a_message_with_the_id_of_a_job_changes_nothing_about_it(town: Town, bare: Celery) -> None:
-    town.crew(1)
-    model, gate = town.model(), town.gate()
+def test_a_message_with_the_id_of_a_job_changes_nothing_about_it(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(1)
+    model, gate = cluster.model(), cluster.gate()
     sent = bare.send_task("infer", args=[model, gate.payload | {"prompt": "mine"}])
-    town.sent(model)
-    before = _in_hands(town)
-    with town.redis() as redis:
+    cluster.sent(model)
+    before = _in_hands(cluster)
+    with cluster.redis() as redis:
         redis.lpush("celery", _message(_headers(id=sent.id), []))
         redis.lpush("celery", _message(_headers(id=sent.id), [["nobody-knows-it", {}], {}, {}]))
-    eventually(lambda: _all_are_read(town, before), "both have been read")
+    eventually(lambda: _all_are_read(cluster, before), "both have been read")
     assert sent.state == "PENDING"
     gate.open()
     assert sent.get(timeout=60)["prompt"] == "mine"

@@ -13,11 +13,11 @@ from slotkeeper.db import Database
 from slotkeeper.jobs.states import Reason, State
 from slotkeeper.redis.connections import connect
 from slotkeeper.registry.identity import LOCAL_IDENTITY
+from tests.support import harness as harness_module
 from tests.support import passes
-from tests.support import stage as stages
 from tests.support.ends import end_run_with
-from tests.support.room import CLOCK, FRAGMENTS
-from tests.support.stage import LEASE_MS, Stage
+from tests.support.fleet_queue import CLOCK, FRAGMENTS
+from tests.support.harness import LEASE_MS, Harness
 from tools.cluster.direct_starts import begin_run
 from tools.cluster.stack import eventually
 from tools.cluster.valkey_process import Valkey
@@ -51,9 +51,9 @@ def kept(tmp_path: Path) -> Iterator[Valkey]:
 
 
 @pytest.fixture
-def stage(database: Database, kept: Valkey, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def harness(database: Database, kept: Valkey, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     with kept.client() as client:
-        yield Stage(database, client, monkeypatch)
+        yield Harness(database, client, monkeypatch)
 
 
 def _is_in_a_script(valkey: Valkey) -> bool:
@@ -65,16 +65,16 @@ def _is_in_a_script(valkey: Valkey) -> bool:
     return False
 
 
-# Each prepares a stage, and answers the act that Redis dies in.
+# Each prepares a harness, and returns the call in which Redis dies.
 Act = Callable[[Dispatcher], object]
 
 
-def _submit(stage: Stage) -> Act:
-    return lambda stuck: stuck.submit([stage.a()], LOCAL_IDENTITY)
+def _submit(harness: Harness) -> Act:
+    return lambda stuck: stuck.submit([harness.a()], LOCAL_IDENTITY)
 
 
-def _start(stage: Stage) -> Act:
-    offer = stage.told.offers.pop()
+def _start(harness: Harness) -> Act:
+    offer = harness.notifications.offers.pop()
 
     def act(stuck: Dispatcher) -> None:
         with pytest.raises(RedisError):
@@ -83,8 +83,8 @@ def _start(stage: Stage) -> Act:
     return act
 
 
-def _settle(stage: Stage) -> Act:
-    task = stage.start()
+def _settle(harness: Harness) -> Act:
+    task = harness.start()
     return lambda stuck: end_run_with(stuck, task, Reason.FINISHED, result="{}")
 
 
@@ -93,31 +93,31 @@ def _settle(stage: Stage) -> Act:
     [(_submit, 1), (_submit, 3), (_submit, 6), (_start, 1), (_settle, 1), (_settle, 3), (_settle, 6)],
 )
 def test_a_redis_that_dies_in_the_middle_of_a_script_applies_none_of_its_writes(
-    stage: Stage, kept: Valkey, monkeypatch: pytest.MonkeyPatch, prepared: Callable[[Stage], Act], writes: int
+    harness: Harness, kept: Valkey, monkeypatch: pytest.MonkeyPatch, prepared: Callable[[Harness], Act], writes: int
 ) -> None:
-    stage.register(2 if prepared is _submit else 1)
-    ids = [stage.submit() for _ in range(1 if prepared is _submit else 2)]
+    harness.register(2 if prepared is _submit else 1)
+    ids = [harness.submit() for _ in range(1 if prepared is _submit else 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "FRAGMENTS", FRAGMENTS | {"lib/now_ms": _STUCK % writes + CLOCK})
-        stuck = stage.a_dispatcher(connect(kept.url, _GIVES_UP_S))
+        patch.setattr(harness_module, "FRAGMENTS", FRAGMENTS | {"lib/now_ms": _STUCK % writes + CLOCK})
+        stuck = harness.a_dispatcher(connect(kept.url, _GIVES_UP_S))
     stuck.catalog.resolve("zimg")
-    act, before = prepared(stage), stage.room.dump()
+    act, before = prepared(harness), harness.queue.dump()
 
     act(stuck)
     eventually(lambda: _is_in_a_script(kept), "a script has begun and does not end", every_s=0.01)
     kept.kill()
     kept.start()
     with suppress(RedisError):
-        stage.redis.ping()  # over the closed connection
+        harness.redis.ping()  # over the closed connection
 
-    assert stage.room.dump() == before
-    stage.told.offers.clear()  # the killed Redis was the broker, too
+    assert harness.queue.dump() == before
+    harness.notifications.offers.clear()  # the killed Redis was the broker, too
     for _ in range(2):  # first the old offers and leases expire, then the offers that replaced them
-        stage.later(LEASE_MS)
-        passes.reap(stage.dispatcher)
-        passes.reconcile(stage.dispatcher)
-        stage.run_all()
-    jobs = job_list.find_jobs(stage.store.database)
+        harness.later(LEASE_MS)
+        passes.reap(harness.dispatcher)
+        passes.reconcile(harness.dispatcher)
+        harness.run_all()
+    jobs = job_list.find_jobs(harness.store.database)
     assert len(jobs) == max(len(ids), 2)
     assert {(job.state, job.attempt, job.crashes) for job in jobs} == {(State.COMPLETED, 1, 0)}
-    assert stage.room.taken() == {} and stage.room.waiting() == []
+    assert harness.queue.taken() == {} and harness.queue.waiting() == []

@@ -18,8 +18,8 @@ from slotkeeper.jobs.values import JobError
 from slotkeeper.outbox.result_notifications import ResultNotification, ResultNotifications
 from tasks.results import ResultNotifier
 from tests.support.builders import SECOND, T0, a_queued_job, a_running_job, an_ended_job
+from tests.support.cluster import Cluster, started_cluster
 from tests.support.ends import store_end
-from tests.support.town import Town, started_town
 from tools.cluster.stack import eventually
 from tools.cluster.valkey_process import Valkey
 
@@ -146,8 +146,8 @@ def _bare_client(broker: Valkey | None, backend: Valkey | None) -> Iterator[Cele
 
 
 @pytest.fixture(scope="module")
-def bare(town: Town) -> Iterator[Celery]:
-    with _bare_client(town.stack.valkey, town.stack.valkey) as client:
+def bare(cluster: Cluster) -> Iterator[Celery]:
+    with _bare_client(cluster.stack.valkey, cluster.stack.valkey) as client:
         yield client
 
 
@@ -156,17 +156,19 @@ def _infer(bare: Celery, model: str, prompt: str, **payload: Any) -> Any:
     return bare.signature("infer", args=(model, takes), immutable=True, app=bare)
 
 
-def _until(town: Town, sent: AsyncResult, state: str) -> None:
+def _until(cluster: Cluster, sent: AsyncResult, state: str) -> None:
     """Wait until the job exists and is in this state."""
-    eventually(lambda: town.store.get_state(sent.id) == state, f"{sent.id} is {state}", 60)
+    eventually(lambda: cluster.store.get_state(sent.id) == state, f"{sent.id} is {state}", 60)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("point", ["slot_passed_on", "settle_committed", "result_notified"])
-def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: Town, bare: Celery, point: str) -> None:
-    town.crew(0)
-    worker = town.hire(SLOTKEEPER_CRASH_AT=point)
-    model = town.model(2)
+def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(
+    cluster: Cluster, bare: Celery, point: str
+) -> None:
+    cluster.ensure_workers(0)
+    worker = cluster.start_worker(SLOTKEEPER_CRASH_AT=point)
+    model = cluster.model(2)
     linked = _infer(bare, model, "linked").set(task_id=f"linked-{point}")
     sent = chain(
         _infer(bare, model, "first").set(link=[linked]),
@@ -175,26 +177,26 @@ def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(town: 
     ).apply_async()
     first = sent.parent.parent
     worker.popen.wait(60)
-    town.crew(1)
-    _until(town, first, "completed")
+    cluster.ensure_workers(1)
+    _until(cluster, first, "completed")
     assert sent.get(timeout=90)["prompt"] == "third"
     assert first.get(timeout=10)["prompt"] == "first"
-    town.until(linked.options["task_id"], "completed")
-    assert [run["job_id"] for run in town.runs(model)].count(sent.parent.id) == 1
+    cluster.until(linked.options["task_id"], "completed")
+    assert [run["job_id"] for run in cluster.runs(model)].count(sent.parent.id) == 1
 
 
 @pytest.mark.e2e
-def test_a_chord_counts_each_part_once_after_a_repeated_notification(town: Town, bare: Celery) -> None:
-    town.crew(0)
-    worker = town.hire(SLOTKEEPER_CRASH_AT="result_notified")
-    model = town.model(2)
+def test_a_chord_counts_each_part_once_after_a_repeated_notification(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(0)
+    worker = cluster.start_worker(SLOTKEEPER_CRASH_AT="result_notified")
+    model = cluster.model(2)
     header = [_infer(bare, model, str(n)) for n in range(3)]
     body = _infer(bare, model, "body").set(task_id="the-body")
     sent = chord(header)(body)
     worker.popen.wait(60)
-    town.crew(1)
+    cluster.ensure_workers(1)
     assert sent.get(timeout=90)["prompt"] == "body"
-    assert [run["job_id"] for run in town.runs(model)].count("the-body") == 1
+    assert [run["job_id"] for run in cluster.runs(model)].count("the-body") == 1
 
 
 # -- an outage of the backend ----------------------------------------------------------------------------------
@@ -207,15 +209,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory, results: Valkey) -> Iterator[Town]:
+def apart(tmp_path_factory: pytest.TempPathFactory, results: Valkey) -> Iterator[Cluster]:
     """An installation whose result backend is a separate Valkey."""
-    with started_town(tmp_path_factory.mktemp("apart"), SLOTKEEPER_RESULT_URL=results.url) as found:
+    with started_cluster(tmp_path_factory.mktemp("apart"), SLOTKEEPER_RESULT_URL=results.url) as found:
         yield found
 
 
 @pytest.mark.e2e
-def test_ends_during_an_outage_of_the_result_backend_are_notified_after_it(apart: Town, results: Valkey) -> None:
-    apart.crew(1)
+def test_ends_during_an_outage_of_the_result_backend_are_notified_after_it(apart: Cluster, results: Valkey) -> None:
+    apart.ensure_workers(1)
     model, gate = apart.model(8), apart.gate()
     with _bare_client(apart.stack.valkey, results) as bare:
         before = _infer(bare, model, "before").apply_async()
@@ -260,7 +262,7 @@ def _pending_ids(database: Database) -> list[str]:
         return [row[0] for row in connection.exec_driver_sql("SELECT id FROM result_notifications").all()]
 
 
-def _worker_has_threads_to_spare(apart: Town, model: str) -> None:
+def _worker_has_threads_to_spare(apart: Cluster, model: str) -> None:
     """Check that none of the worker's eight threads hangs on the backend."""
     ids = [apart.submit(model, 0.01) for _ in range(16)]
     for job_id in ids:

@@ -36,10 +36,10 @@ from slotkeeper.registry.identity import LOCAL_IDENTITY
 from tasks import maintenance
 from tests.support import passes
 from tests.support.builders import at_once
+from tests.support.cluster import LEASE_S, Cluster, started_cluster
 from tests.support.ends import cool_down
+from tests.support.harness import LEASE_MS, OFFER_MS, Harness
 from tests.support.silence import between
-from tests.support.stage import LEASE_MS, OFFER_MS, Stage
-from tests.support.town import LEASE_S, Town, started_town
 from tools.cluster.postgres_process import Postgres
 from tools.cluster.stack import eventually
 from tools.cluster.valkey_process import Valkey
@@ -103,24 +103,24 @@ def frozen(valkey: Valkey) -> Iterator[None]:
         pytest.param(_full, id="out of memory"),
     ],
 )
-def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Callable[[Valkey], Any]) -> None:
+def test_redis_vanishes_and_every_job_runs_once_in_its_turn(cluster: Cluster, gone: Callable[[Valkey], Any]) -> None:
     outage: Callable[[Valkey], AbstractContextManager[None]] = contextmanager(gone)
-    town.crew(1)
-    model, gate = town.model(1), town.gate()
-    running = town.submit(model, gate)
-    town.sent(model)
-    waiting = [town.submit(model, 0.02, priority=priority) for priority in (5, 9, 1, 5)]
+    cluster.ensure_workers(1)
+    model, gate = cluster.model(1), cluster.gate()
+    running = cluster.submit(model, gate)
+    cluster.sent(model)
+    waiting = [cluster.submit(model, 0.02, priority=priority) for priority in (5, 9, 1, 5)]
 
-    assert town.stack.valkey is not None
-    with outage(town.stack.valkey):
-        waiting += [town.submit(model, 0.02, priority=priority) for priority in (1, 5, 5, 5)]
+    assert cluster.stack.valkey is not None
+    with outage(cluster.stack.valkey):
+        waiting += [cluster.submit(model, 0.02, priority=priority) for priority in (1, 5, 5, 5)]
         if gone is not _flushed:
             eventually(_passed(LEASE_S), "leases would have expired", every_s=0.1)
 
     gate.open()
-    jobs = [town.until(job_id, "completed") for job_id in (running, *waiting)]
+    jobs = [cluster.until(job_id, "completed") for job_id in (running, *waiting)]
     assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0)] * len(jobs)
-    ran = [run["job_id"] for run in town.runs(model)]
+    ran = [run["job_id"] for run in cluster.runs(model)]
     in_turn = [running, *(waiting[n] for n in (2, 4, 0, 3, 5, 6, 7, 1))]
     assert sorted(ran) == sorted(in_turn), "once each"
     if gone in (_flushed, _lost):
@@ -133,18 +133,18 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(town: Town, gone: Ca
             ]  # ORDER-1
 
 
-def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(stage: Stage, valkey: Valkey) -> None:
-    stage.register()
-    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
+def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(harness: Harness, valkey: Valkey) -> None:
+    harness.register()
+    impatient = harness.a_dispatcher(connect(valkey.url, 0.2))
     cool_down(impatient, "zimg", "none")  # Redis knows the script now: another call is one message
-    calls = _scripts_run(stage.redis)
+    calls = _scripts_run(harness.redis)
 
     with frozen(valkey), pytest.raises(RedisError):
         cool_down(impatient, "zimg", "gpu")
 
-    eventually(lambda: _scripts_run(stage.redis) > calls, "the script runs after all", 5, 0.01)
-    assert cool_down(stage.dispatcher, "zimg", "gpu") == 2_000, "this is the second failure in a row, not the third"
-    assert _scripts_run(stage.redis) == calls + 2
+    eventually(lambda: _scripts_run(harness.redis) > calls, "the script runs after all", 5, 0.01)
+    assert cool_down(harness.dispatcher, "zimg", "gpu") == 2_000, "this is the second failure in a row, not the third"
+    assert _scripts_run(harness.redis) == calls + 2
 
 
 def _scripts_run(redis: Redis) -> int:
@@ -153,65 +153,65 @@ def _scripts_run(redis: Redis) -> int:
 
 
 def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_once(
-    stage: Stage, valkey: Valkey
+    harness: Harness, valkey: Valkey
 ) -> None:
-    stage.register()
-    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
-    impatient.submit([stage.a()], LOCAL_IDENTITY)
-    stage.run_all()  # Redis knows the script.
+    harness.register()
+    impatient = harness.a_dispatcher(connect(valkey.url, 0.2))
+    impatient.submit([harness.a()], LOCAL_IDENTITY)
+    harness.run_all()  # Redis knows the script.
 
     with frozen(valkey):
-        (receipt,) = impatient.submit([stage.a()], LOCAL_IDENTITY)
+        (receipt,) = impatient.submit([harness.a()], LOCAL_IDENTITY)
 
     job_id = receipt.accepted.id
-    eventually(lambda: stage.room.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
-    assert stage.offered() == []
-    passes.reconcile(stage.dispatcher)
-    assert stage.room.waiting() == [] and list(stage.room.taken().values()) == [job_id]
-    stage.later(10_000)
-    assert passes.reap(stage.dispatcher) == 0, "it keeps its slot until a worker looks for work"
-    assert stage.run_all() == [job_id]
-    assert stage.job(job_id).attempt == 1
+    eventually(lambda: harness.queue.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
+    assert harness.offered() == []
+    passes.reconcile(harness.dispatcher)
+    assert harness.queue.waiting() == [] and list(harness.queue.taken().values()) == [job_id]
+    harness.later(10_000)
+    assert passes.reap(harness.dispatcher) == 0, "it keeps its slot until a worker looks for work"
+    assert harness.run_all() == [job_id]
+    assert harness.job(job_id).attempt == 1
 
 
 def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit(
-    stage: Stage, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queues, "_PAUSE_S", 60.0)
-    stage.register()
-    impatient = stage.a_dispatcher(connect(valkey.url, 0.2))
+    harness.register()
+    impatient = harness.a_dispatcher(connect(valkey.url, 0.2))
     asked = []
     run = impatient.queues.scripts.run
     monkeypatch.setattr(impatient.queues.scripts, "run", lambda command: asked.append(command) or run(command))
     with frozen(valkey):
-        receipts = [impatient.submit([stage.a()], LOCAL_IDENTITY)[0] for _ in range(3)]
+        receipts = [impatient.submit([harness.a()], LOCAL_IDENTITY)[0] for _ in range(3)]
     assert len(asked) == 1
-    passes.reconcile(stage.dispatcher)
-    assert stage.run_all() == [receipt.accepted.id for receipt in receipts]
+    passes.reconcile(harness.dispatcher)
+    assert harness.run_all() == [receipt.accepted.id for receipt in receipts]
 
 
-def test_redis_is_asked_after_the_disk_has_the_job(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_is_asked_after_the_disk_has_the_job(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a power cut leaves no job in Redis that the database has lost."""
-    stage.register()
-    stage.submit()  # It has the slot.
+    harness.register()
+    harness.submit()  # It has the slot.
     steps: list[str] = []
-    scripts, sync = stage.dispatcher.queues.scripts, stage.database._group._writer.sync
+    scripts, sync = harness.dispatcher.queues.scripts, harness.database._group._writer.sync
     run = scripts.run
-    monkeypatch.setattr(stage.database._group._writer, "sync", lambda: (steps.append("disk"), sync()))
+    monkeypatch.setattr(harness.database._group._writer, "sync", lambda: (steps.append("disk"), sync()))
     monkeypatch.setattr(scripts, "run", lambda command: steps.append(command.target.script) or run(command))
-    (receipt,) = stage.dispatcher.submit([stage.a()], LOCAL_IDENTITY)
+    (receipt,) = harness.dispatcher.submit([harness.a()], LOCAL_IDENTITY)
     assert steps == ["disk", "enqueue"]
     assert receipt.position is not None and receipt.position.ahead == 0
 
 
-def test_a_submit_needs_one_connection_to_redis_at_a_time(stage: Stage, valkey: Valkey) -> None:
+def test_a_submit_needs_one_connection_to_redis_at_a_time(harness: Harness, valkey: Valkey) -> None:
     """Else threads that have one each, of so many as there may be, would find none for the gates, and pass unasked."""
-    stage.register(max_waiting=1)
-    narrow = stage.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
-    receipts = [narrow.submit([stage.a()], LOCAL_IDENTITY) for _ in range(2)]
+    harness.register(max_waiting=1)
+    narrow = harness.a_dispatcher(Redis.from_url(f"{valkey.url}?max_connections=1"))
+    receipts = [narrow.submit([harness.a()], LOCAL_IDENTITY) for _ in range(2)]
     assert all(receipt.position for (receipt,) in receipts)
     with pytest.raises(TooManyRequests):
-        narrow.submit([stage.a()], LOCAL_IDENTITY)
+        narrow.submit([harness.a()], LOCAL_IDENTITY)
 
 
 @pytest.fixture
@@ -240,21 +240,21 @@ def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped
 
 
 def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("routing.maintenance.reaper.time", SimpleNamespace(monotonic=lambda: stage.now / 1000))
-    patience, settings = RenewalGrace(), stage.dispatcher.settings
-    stage.register()
-    stage.submit()
-    stage.start()
-    assert passes.reap(stage.dispatcher, patience) == 0
-    stage.later(LEASE_MS)
+    monkeypatch.setattr("routing.maintenance.reaper.time", SimpleNamespace(monotonic=lambda: harness.now / 1000))
+    patience, settings = RenewalGrace(), harness.dispatcher.settings
+    harness.register()
+    harness.submit()
+    harness.start()
+    assert passes.reap(harness.dispatcher, patience) == 0
+    harness.later(LEASE_MS)
     patience.note_failure()
-    assert passes.reap(stage.dispatcher, patience) == 0
-    stage.later(int(settings.redis_timeout_s * 1000) + 2 * settings.renew_every_ms - 1)
-    assert passes.reap(stage.dispatcher, patience) == 0
-    stage.later(1)
-    assert passes.reap(stage.dispatcher, patience) == 1
+    assert passes.reap(harness.dispatcher, patience) == 0
+    harness.later(int(settings.redis_timeout_s * 1000) + 2 * settings.renew_every_ms - 1)
+    assert passes.reap(harness.dispatcher, patience) == 0
+    harness.later(1)
+    assert passes.reap(harness.dispatcher, patience) == 1
 
 
 def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[..., bool]) -> None:
@@ -275,39 +275,39 @@ def test_a_slow_answer_is_no_clock_that_was_set(reaped: Callable[..., bool]) -> 
     assert reaped(102.5)
 
 
-def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire(stage: Stage) -> None:
-    stage.register(2)
-    job_id = stage.submit()
-    task = stage.start()
+def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire(harness: Harness) -> None:
+    harness.register(2)
+    job_id = harness.submit()
+    task = harness.start()
     patience = RenewalGrace()
-    assert passes.reap(stage.dispatcher, patience) == 0
-    stage.later(3_600_000)
-    assert passes.reap(stage.dispatcher, patience) == 0
-    assert stage.renewal(task) is Renewal.RENEWED
-    assert stage.job(job_id).crashes == 0
+    assert passes.reap(harness.dispatcher, patience) == 0
+    harness.later(3_600_000)
+    assert passes.reap(harness.dispatcher, patience) == 0
+    assert harness.renewal(task) is Renewal.RENEWED
+    assert harness.job(job_id).crashes == 0
 
 
-def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
-    stage.register()
-    job_id = stage.submit()
-    stage.start()
-    stage.set_clock(stage.now - 3_600_000)
-    passes.sweep(stage.dispatcher)
-    assert passes.reap(stage.dispatcher) == 0
-    stage.later(max(LEASE_MS, OFFER_MS))
-    assert passes.reap(stage.dispatcher) == 1
-    assert stage.offered()[-1] == job_id
+def test_a_dead_holders_lease_does_not_last_as_long_as_redis_clock_was_set_back(harness: Harness) -> None:
+    harness.register()
+    job_id = harness.submit()
+    harness.start()
+    harness.set_clock(harness.now - 3_600_000)
+    passes.sweep(harness.dispatcher)
+    assert passes.reap(harness.dispatcher) == 0
+    harness.later(max(LEASE_MS, OFFER_MS))
+    assert passes.reap(harness.dispatcher) == 1
+    assert harness.offered()[-1] == job_id
 
 
-def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(stage: Stage) -> None:
-    stage.register(2)
-    passes.apply_health(stage.dispatcher, {"gpu": ServerReport(up=False)})
-    stage.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", stage.now + 1_000)
-    assert stage.free() == 0
-    stage.set_clock(stage.now - 3_600_000)
-    passes.sweep(stage.dispatcher)
-    stage.submit()
-    assert stage.offered(), "a slot is tried again"
+def test_cooldowns_and_breakers_do_not_last_as_long_as_redis_clock_was_set_back(harness: Harness) -> None:
+    harness.register(2)
+    passes.apply_health(harness.dispatcher, {"gpu": ServerReport(up=False)})
+    harness.redis.hset(f"{Keys('test').fleet_key('zimg', 'stats')}:server:gpu", "open_until", harness.now + 1_000)
+    assert harness.free() == 0
+    harness.set_clock(harness.now - 3_600_000)
+    passes.sweep(harness.dispatcher)
+    harness.submit()
+    assert harness.offered(), "a slot is tried again"
 
 
 def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,24 +356,24 @@ def locked(database: Database) -> Iterator[None]:
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    before = stage.room.dump()
+    harness.register()
+    before = harness.queue.dump()
     monkeypatch.setenv("SLOTKEEPER_DATABASE_LOCK_S", "0.05")
-    hasty = Database(stage.database.url)
-    dispatcher = stage.a_dispatcher(stage.redis)
+    hasty = Database(harness.database.url)
+    dispatcher = harness.a_dispatcher(harness.redis)
     dispatcher.catalog.resolve("zimg")
     dispatcher.store.database = hasty
     try:
-        with locked(stage.database), pytest.raises(DatabaseUnavailable) as refused:
-            dispatcher.submit([stage.a()], LOCAL_IDENTITY)
+        with locked(harness.database), pytest.raises(DatabaseUnavailable) as refused:
+            dispatcher.submit([harness.a()], LOCAL_IDENTITY)
     finally:
-        dispatcher.store.database = stage.database
+        dispatcher.store.database = harness.database
         hasty.close()
     assert refused.value.retry_after_s
-    assert sum(ledger.read(stage.store.database).by_state.values()) == 0
-    assert stage.room.dump() == before and stage.offered() == []
+    assert sum(ledger.read(harness.store.database).by_state.values()) == 0
+    assert harness.queue.dump() == before and harness.offered() == []
 
 
 @contextmanager
@@ -394,29 +394,29 @@ def closed(url: str) -> Iterator[None]:
 @pytest.mark.postgres
 def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Postgres, tmp_path: Path) -> None:
     url = postgres.create().replace("postgresql://", "postgresql+psycopg://")
-    with started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=url) as town:
-        town.crew(1)
-        model = town.model(1)
-        gate = town.gate()
-        running = town.submit(model, gate)
-        waiting = town.submit(model, 0.02)
-        town.sent(model)
+    with started_cluster(tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=url) as cluster:
+        cluster.ensure_workers(1)
+        model = cluster.model(1)
+        gate = cluster.gate()
+        running = cluster.submit(model, gate)
+        waiting = cluster.submit(model, 0.02)
+        cluster.sent(model)
 
         with closed(url):
-            refused = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
+            refused = cluster.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
             gate.open()
-            eventually(lambda: town.runs(model), "the server is done")
-            again = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
+            eventually(lambda: cluster.runs(model), "the server is done")
+            again = cluster.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0}})
             eventually(_passed(LEASE_S), "the lease would have expired", every_s=0.1)
 
         for answer in (refused, again):
             assert answer.status_code == 503, answer.text
             assert int(answer.headers["Retry-After"]) >= 1
             assert answer.json()["code"] == "record_unavailable"
-        jobs = [town.until(job_id, "completed") for job_id in (running, waiting)]
+        jobs = [cluster.until(job_id, "completed") for job_id in (running, waiting)]
         assert [(job.attempts, job.crashes) for job in jobs] == [(1, 0), (1, 0)]
-        assert [run["job_id"] for run in town.runs(model)] == [running, waiting]
-        assert sum(ledger.read(town.store.database).by_state.values()) == 2, "a refused submit leaves nothing"
+        assert [run["job_id"] for run in cluster.runs(model)] == [running, waiting]
+        assert sum(ledger.read(cluster.store.database).by_state.values()) == 2, "a refused submit leaves nothing"
     postgres.drop(url)
 
 
@@ -426,10 +426,10 @@ def test_while_the_database_is_silent_every_request_has_its_answer_in_time(postg
     direct = postgres.create()
     with (
         between(direct) as (network, through),
-        started_town(tmp_path / "town", SLOTKEEPER_DATABASE_URL=through) as town,
+        started_cluster(tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=through) as cluster,
     ):
-        model = town.model(1)
-        job_id = town.submit(model, 0.02)
+        model = cluster.model(1)
+        job_id = cluster.submit(model, 0.02)
         body = {"model": model, "payload": {"seconds": 0}}
         calls: list[tuple[str, str, Any]] = [
             ("POST", "/queue/submit", body),
@@ -440,11 +440,11 @@ def test_while_the_database_is_silent_every_request_has_its_answer_in_time(postg
         eventually(_passed(2), "the API looks for a newer catalog with the next request", every_s=0.1)
         network.silent.set()  # also for connections that come later
         answers = at_once(
-            *(partial(_answer_of, town.stack.url, *call) for call in calls * 6), timeout_s=_ANSWERED_WITHIN_S + 30
+            *(partial(_answer_of, cluster.stack.url, *call) for call in calls * 6), timeout_s=_ANSWERED_WITHIN_S + 30
         )
         network.silent = threading.Event()
         assert [getattr(answer, "status_code", answer) for answer in answers] == [503] * len(answers)
-        eventually(lambda: town.api.call("POST", "/queue/submit", json=body).status_code == 202, "it answers again")
+        eventually(lambda: cluster.api.call("POST", "/queue/submit", json=body).status_code == 202, "it answers again")
     postgres.drop(direct)
 
 
@@ -462,94 +462,94 @@ def _passed(seconds: float) -> Callable[[], bool]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_a_server_that_is_down_for_a_day_costs_no_job_anything(stage: Stage) -> None:
-    stage.register(2, max_retries=0, max_crashes=1)
-    ids = [stage.submit() for _ in range(5)]
+def test_a_server_that_is_down_for_a_day_costs_no_job_anything(harness: Harness) -> None:
+    harness.register(2, max_retries=0, max_crashes=1)
+    ids = [harness.submit() for _ in range(5)]
     for _ in range(144):  # every ten minutes: longer than the longest rest
-        for _ in range(len(stage.told.offers)):
-            stage.settle(stage.start(), OutcomeKind.UNREACHABLE)
-        stage.later(600_000)
-        passes.sweep(stage.dispatcher)
-    jobs = [stage.job(job_id) for job_id in ids]
+        for _ in range(len(harness.notifications.offers)):
+            harness.settle(harness.start(), OutcomeKind.UNREACHABLE)
+        harness.later(600_000)
+        passes.sweep(harness.dispatcher)
+    jobs = [harness.job(job_id) for job_id in ids]
     assert {(job.state, job.failures, job.crashes, job.attempts) for job in jobs} == {(State.QUEUED, 0, 0, 0)}
     assert jobs[0].waits > 100, "the job was tried again and again"
-    assert stage.run_all() == ids
+    assert harness.run_all() == ids
 
 
 @pytest.mark.e2e
-def test_after_a_server_is_back_the_first_job_starts_within_five_seconds(town: Town) -> None:
-    town.crew(1)
-    model = town.model(1)
-    town.servers[model].process.kill()
-    jobs = [town.submit(model, 0.02) for _ in range(3)]
-    eventually(lambda: town.row(jobs[0]).waits >= 2, "it was tried in vain")
+def test_after_a_server_is_back_the_first_job_starts_within_five_seconds(cluster: Cluster) -> None:
+    cluster.ensure_workers(1)
+    model = cluster.model(1)
+    cluster.servers[model].process.kill()
+    jobs = [cluster.submit(model, 0.02) for _ in range(3)]
+    eventually(lambda: cluster.row(jobs[0]).waits >= 2, "it was tried in vain")
 
-    town.restart_server(model)
+    cluster.restart_server(model)
     back = time.time_ns()
 
-    ended = [town.until(job_id, "completed") for job_id in jobs]
-    assert (town.runs(model)[0]["started_wall_ns"] - back) / 1e9 < 5
-    assert [run["job_id"] for run in town.runs(model)] == jobs
+    ended = [cluster.until(job_id, "completed") for job_id in jobs]
+    assert (cluster.runs(model)[0]["started_wall_ns"] - back) / 1e9 < 5
+    assert [run["job_id"] for run in cluster.runs(model)] == jobs
     assert {(job.failures, job.crashes, job.attempts) for job in ended} == {(0, 0, 1)}
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("how", [Town.model, Town.polled_model])
+@pytest.mark.parametrize("how", [Cluster.model, Cluster.polled_model])
 def test_the_slots_of_a_restarted_server_are_free_soon_after_its_first_answer(
-    town: Town, how: Callable[[Town, int], str]
+    cluster: Cluster, how: Callable[[Cluster, int], str]
 ) -> None:
-    town.crew(1)
-    model, gate = how(town, 2), town.gate()
-    lost = [town.submit(model, gate) for _ in range(2)]
-    town.sent(model, 2)
+    cluster.ensure_workers(1)
+    model, gate = how(cluster, 2), cluster.gate()
+    lost = [cluster.submit(model, gate) for _ in range(2)]
+    cluster.sent(model, 2)
 
-    town.restart_server(model)
+    cluster.restart_server(model)
     back_ms = now_ms()
 
-    town.sent(model, 2)
+    cluster.sent(model, 2)
     assert now_ms() - back_ms < _FREE_WITHIN_MS
     gate.open()
-    jobs = [town.until(job_id, "completed") for job_id in lost]
+    jobs = [cluster.until(job_id, "completed") for job_id in lost]
     # A call whose worker has not seen the server away is only sent again; a start that finds it away costs nothing.
     assert all(job.crashes == job.attempts - 1 <= 1 for job in jobs)
 
 
 @pytest.mark.e2e
-def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_on(town: Town) -> None:
-    town.crew(1)
-    model = town.model(1, poll_interval=0.1)
-    poison = town.api.submit(model, {"fail": "crash", "seconds": 0.05})
-    others = [town.submit(model, 0.02) for _ in range(3)]
-    with _restarted_whenever_it_dies(town, model):
-        dead = town.until(poison, "dead", 90)
+def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_on(cluster: Cluster) -> None:
+    cluster.ensure_workers(1)
+    model = cluster.model(1, poll_interval=0.1)
+    poison = cluster.api.submit(model, {"fail": "crash", "seconds": 0.05})
+    others = [cluster.submit(model, 0.02) for _ in range(3)]
+    with _restarted_whenever_it_dies(cluster, model):
+        dead = cluster.until(poison, "dead", 90)
         assert (dead.why, dead.crashes, dead.failures) == (Reason.CRASHES_EXHAUSTED, 3, 0)
         for job_id in others:
-            town.until(job_id, "completed")
-    assert [run["job_id"] for run in town.runs(model)] == others
+            cluster.until(job_id, "completed")
+    assert [run["job_id"] for run in cluster.runs(model)] == others
 
 
 @pytest.mark.e2e
-def test_a_job_that_kills_its_worker_three_times_is_set_aside_and_the_others_go_on(town: Town) -> None:
-    town.crew(0)
-    town.hire_all(3, SLOTKEEPER_CRASH_AT="run_sent")
-    model = town.model(1)
-    poison, good = town.submit(model, 0.02), town.submit(model, 0.02)
+def test_a_job_that_kills_its_worker_three_times_is_set_aside_and_the_others_go_on(cluster: Cluster) -> None:
+    cluster.ensure_workers(0)
+    cluster.start_workers(3, SLOTKEEPER_CRASH_AT="run_sent")
+    model = cluster.model(1)
+    poison, good = cluster.submit(model, 0.02), cluster.submit(model, 0.02)
 
-    dead = town.until(poison, "dead", 90)
+    dead = cluster.until(poison, "dead", 90)
 
     assert (dead.why, dead.crashes, dead.failures) == (Reason.CRASHES_EXHAUSTED, 3, 0)
-    town.crew(1)
-    assert town.until(good, "completed").crashes == 0
+    cluster.ensure_workers(1)
+    assert cluster.until(good, "completed").crashes == 0
 
 
 @contextmanager
-def _restarted_whenever_it_dies(town: Town, model: str) -> Iterator[None]:
+def _restarted_whenever_it_dies(cluster: Cluster, model: str) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.05):
-            if town.servers[model].process.popen.poll() is not None:
-                town.restart_server(model)
+            if cluster.servers[model].process.popen.poll() is not None:
+                cluster.restart_server(model)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.up.ports import free_port
+from tests.support.cluster import Cluster
 from tests.support.gated import Gate
-from tests.support.town import Town
 from tools.cluster.stack import REPO, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -62,98 +62,100 @@ def plain(tmp_path: Path) -> Iterator[Callable[..., Plain]]:
         server.kill()
 
 
-def _model(town: Town, name: str, *servers: Plain, **config: Any) -> str:
-    town.crew(1)
-    assert town.api.call("PUT", f"/admin/model-configs/{name}", json={"preset": "generic-sync", **config}).ok
+def _model(cluster: Cluster, name: str, *servers: Plain, **config: Any) -> str:
+    cluster.ensure_workers(1)
+    assert cluster.api.call("PUT", f"/admin/model-configs/{name}", json={"preset": "generic-sync", **config}).ok
     for number, server in enumerate(servers):
         body = {"model": name, "server": f"{name}-{number}", "endpoint": server.endpoint, "slots": 1}
-        assert town.api.call("POST", "/admin/register", json=body).ok
+        assert cluster.api.call("POST", "/admin/register", json=body).ok
     return name
 
 
-def _cancel(town: Town, job_id: str) -> None:
-    assert town.api.call("POST", f"/queue/jobs/{job_id}/cancel").ok
-    town.until(job_id, "canceled")
+def _cancel(cluster: Cluster, job_id: str) -> None:
+    assert cluster.api.call("POST", f"/queue/jobs/{job_id}/cancel").ok
+    cluster.until(job_id, "canceled")
 
 
 def test_a_canceled_runs_slot_is_used_again_when_its_server_answers_after_all(
-    town: Town, plain: Callable[..., Plain], tmp_path: Path
+    cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
-    model = _model(town, "plain-canceled", server)
-    first = town.api.submit(model, gate.payload)
+    model = _model(cluster, "plain-canceled", server)
+    first = cluster.api.submit(model, gate.payload)
     server.begun(first)
-    _cancel(town, first)
-    following = town.api.submit(model, {})
+    _cancel(cluster, first)
+    following = cluster.api.submit(model, {})
 
-    explained = town.api.call("GET", f"/queue/jobs/{following}/explain").json()["sentence"]
+    explained = cluster.api.call("GET", f"/queue/jobs/{following}/explain").json()["sentence"]
     assert "is withheld" in explained and "answers the request" in explained
     assert f"begins {following}" not in server.lines(), "SLOT-1: the server runs the first still"
     gate.open()
 
-    town.until(following, "completed", _SOON_S)
+    cluster.until(following, "completed", _SOON_S)
     assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
 
 
 def test_a_slot_whose_runs_time_is_over_is_used_again_when_its_server_answers_after_all(
-    town: Town, plain: Callable[..., Plain], tmp_path: Path
+    cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
-    model = _model(town, "plain-expired", server)
-    first = town.api.submit(model, gate.payload, ttl=5)
+    model = _model(cluster, "plain-expired", server)
+    first = cluster.api.submit(model, gate.payload, ttl=5)
     server.begun(first)
-    town.until(first, "expired")
-    assert "ttl" in (town.row(first).error_message or "") or town.row(first).error_code == "deadline_passed"
-    following = town.api.submit(model, {})
+    cluster.until(first, "expired")
+    assert "ttl" in (cluster.row(first).error_message or "") or cluster.row(first).error_code == "deadline_passed"
+    following = cluster.api.submit(model, {})
     gate.open()
-    town.until(following, "completed", _SOON_S)
+    cluster.until(following, "completed", _SOON_S)
     assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
 
 
 def test_a_server_that_dies_under_a_run_costs_a_crash_at_once_and_its_slot_is_free_when_it_is_back(
-    town: Town, plain: Callable[..., Plain], tmp_path: Path
+    cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
-    model = _model(town, "plain-killed", server)
-    first = town.api.submit(model, gate.payload)
+    model = _model(cluster, "plain-killed", server)
+    first = cluster.api.submit(model, gate.payload)
     server.begun(first)
     began = time.monotonic()
     server.kill()
-    eventually(lambda: town.row(first).crashes == 1, "the crash is charged", _SOON_S)
+    eventually(lambda: cluster.row(first).crashes == 1, "the crash is charged", _SOON_S)
     assert time.monotonic() - began < _SOON_S
     gate.open()
     server.start()
-    job = town.until(first, "completed", _SOON_S)
+    job = cluster.until(first, "completed", _SOON_S)
     assert (job.failures, job.crashes) == (0, 1)
 
 
 def test_a_job_that_kills_its_servers_takes_down_three_processes_and_the_next_job_runs(
-    town: Town, plain: Callable[..., Plain]
+    cluster: Cluster, plain: Callable[..., Plain]
 ) -> None:
     servers = [plain(supervised=True) for _ in range(6)]
-    model = _model(town, "plain-poison", *servers)
-    poison = town.api.submit(model, {"die": True})
+    model = _model(cluster, "plain-poison", *servers)
+    poison = cluster.api.submit(model, {"die": True})
 
-    job = town.until(poison, "dead", 60)
+    job = cluster.until(poison, "dead", 60)
     assert (job.failures, job.crashes) == (0, 3)
     assert sum(server.lines().count(f"begins {poison}") for server in servers) == 3
-    good = [town.api.submit(model, {}) for _ in range(6)]
+    good = [cluster.api.submit(model, {}) for _ in range(6)]
     for job_id in good:
-        town.until(job_id, "completed", _SOON_S)
+        cluster.until(job_id, "completed", _SOON_S)
 
 
-def test_an_operator_can_release_a_quarantined_slot(town: Town, plain: Callable[..., Plain], tmp_path: Path) -> None:
+def test_an_operator_can_release_a_quarantined_slot(
+    cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
+) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
-    model = _model(town, "plain-released", server)
-    first = town.api.submit(model, gate.payload)
+    model = _model(cluster, "plain-released", server)
+    first = cluster.api.submit(model, gate.payload)
     server.begun(first)
-    _cancel(town, first)
-    following = town.api.submit(model, {})
-    released = town.api.call("POST", f"/admin/servers/{model}-0/release", json={})
+    _cancel(cluster, first)
+    following = cluster.api.submit(model, {})
+    released = cluster.api.call("POST", f"/admin/servers/{model}-0/release", json={})
     assert released.ok and released.json()["quarantined"] == []
-    town.until(following, "completed", _SOON_S)
-    again = town.api.call("POST", f"/admin/servers/{model}-0/release", json={"slot": f"{model}-0-slot0"})
+    cluster.until(following, "completed", _SOON_S)
+    again = cluster.api.call("POST", f"/admin/servers/{model}-0/release", json={"slot": f"{model}-0-slot0"})
     assert again.status_code == 409
-    acts = town.api.call("GET", "/admin/audit", params={"server": f"{model}-0"}).json()["acts"]
+    acts = cluster.api.call("GET", "/admin/audit", params={"server": f"{model}-0"}).json()["acts"]
     assert acts[0]["act"] == "server.release" and acts[0]["data"]["slots"] == [f"{model}-0-slot0"]
     gate.open()

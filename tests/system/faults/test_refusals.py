@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from sqlalchemy import make_url
 
-from tests.support.town import LEASE_S, Town, started_town
+from tests.support.cluster import LEASE_S, Cluster, started_cluster
 from tools.cluster.postgres_process import Postgres
 from tools.cluster.stack import Process, eventually
 
@@ -22,40 +22,40 @@ _BACK_WITHIN_S = 5.0
 """After the end of a refusal, jobs start again so soon; the bound of the tests is longer, for a busy machine."""
 
 
-def _processes(town: Town, worker: Process) -> list[Process]:
-    return [worker, *(town.stack.processes[name] for name in ("maintenance", "beat", "web"))]
+def _processes(cluster: Cluster, worker: Process) -> list[Process]:
+    return [worker, *(cluster.stack.processes[name] for name in ("maintenance", "beat", "web"))]
 
 
-def _part(town: Town, name: str) -> str:
+def _part(cluster: Cluster, name: str) -> str:
     """Return what readiness says of a part; "": it is well."""
-    return town.api.call("GET", "/health/ready").json()["parts"][name]["why"] or ""
+    return cluster.api.call("GET", "/health/ready").json()["parts"][name]["why"] or ""
 
 
-def _play(town: Town, refusal: Callable[[], AbstractContextManager[None]], part: str, names: str) -> None:
+def _play(cluster: Cluster, refusal: Callable[[], AbstractContextManager[None]], part: str, names: str) -> None:
     """Let a run end and submit jobs while a dependency refuses requests."""
-    (worker,) = town.crew(1)
-    model, gate = town.model(1), town.gate()
-    accepted = [town.submit(model, gate)]
-    town.sent(model)
-    accepted.append(town.submit(model, 0.01))
+    (worker,) = cluster.ensure_workers(1)
+    model, gate = cluster.model(1), cluster.gate()
+    accepted = [cluster.submit(model, gate)]
+    cluster.sent(model)
+    accepted.append(cluster.submit(model, 0.01))
 
     with refusal():
-        eventually(lambda: names in _part(town, part), f"readiness says {names!r} of {part}")
-        response = town.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
+        eventually(lambda: names in _part(cluster, part), f"readiness says {names!r} of {part}")
+        response = cluster.api.call("POST", "/queue/submit", json={"model": model, "payload": {"seconds": 0.01}})
         if response.status_code == 202:
             accepted.append(response.json()["job_id"])
         else:
             assert (part, response.status_code) == ("database", 503)
         gate.open()
-        eventually(lambda: town.runs(model), "the server is done with the first job")
+        eventually(lambda: cluster.runs(model), "the server is done with the first job")
         eventually(_have_passed(LEASE_S), "leases would have expired", every_s=0.1)
-        assert [one.name for one in _processes(town, worker) if one.popen.poll() is not None] == []
+        assert [one.name for one in _processes(cluster, worker) if one.popen.poll() is not None] == []
 
-    jobs = [town.until(job_id, "completed") for job_id in accepted]
+    jobs = [cluster.until(job_id, "completed") for job_id in accepted]
     assert [(job.attempt, job.crashes, job.failures) for job in jobs] == [(1, 0, 0)] * len(jobs)
-    assert [run["job_id"] for run in town.runs(model)] == accepted, "each ran once, in order"
-    assert [one.name for one in _processes(town, worker) if one.popen.poll() is not None] == []
-    eventually(lambda: not _part(town, part), f"{part} is well again")
+    assert [run["job_id"] for run in cluster.runs(model)] == accepted, "each ran once, in order"
+    assert [one.name for one in _processes(cluster, worker) if one.popen.poll() is not None] == []
+    eventually(lambda: not _part(cluster, part), f"{part} is well again")
 
 
 def _have_passed(seconds: float) -> Callable[[], bool]:
@@ -115,25 +115,25 @@ def _cannot_save(redis: Redis) -> Iterator[None]:
         pytest.param(_too_few_replicas, "NOREPLICAS", id="NOREPLICAS"),
     ],
 )
-def test_redis_answers_and_refuses_writes(town: Town, refuse: Callable[[Redis], Any], names: str):
+def test_redis_answers_and_refuses_writes(cluster: Cluster, refuse: Callable[[Redis], Any], names: str):
     @contextmanager
     def refusal() -> Iterator[None]:
-        with town.redis() as redis, contextmanager(refuse)(redis):
+        with cluster.redis() as redis, contextmanager(refuse)(redis):
             yield
 
-    _play(town, refusal, "redis", names)
+    _play(cluster, refusal, "redis", names)
 
 
-def test_redis_loads_its_data_for_long_after_a_restart(town: Town) -> None:
+def test_redis_loads_its_data_for_long_after_a_restart(cluster: Cluster) -> None:
     """Redis answers each command with LOADING meanwhile."""
-    valkey = town.stack.valkey
+    valkey = cluster.stack.valkey
     assert valkey is not None
 
     @contextmanager
     def refusal() -> Iterator[None]:
         # Redis answers between two blocks of its data; compressible data would fit in one small block.
         padding = {f"padding:{number}": os.urandom(2_000) for number in range(1_000)}
-        with town.redis() as redis:
+        with cluster.redis() as redis:
             redis.mset(padding)
             redis.save()
         valkey.kill()
@@ -143,10 +143,10 @@ def test_redis_loads_its_data_for_long_after_a_restart(town: Town) -> None:
         finally:
             valkey.kill()
             valkey.start()
-            with town.redis() as redis:
+            with cluster.redis() as redis:
                 redis.delete(*padding)
 
-    _play(town, refusal, "redis", "LOADING")
+    _play(cluster, refusal, "redis", "LOADING")
 
 
 # -- PostgreSQL ------------------------------------------------------------------------------------------------
@@ -209,16 +209,16 @@ def test_postgresql_answers_and_refuses(postgres: Postgres, tmp_path: Path, refu
         admin.execute(f"CREATE ROLE {role} LOGIN SUPERUSER PASSWORD 'x'")
         own = make_url(url).set(username=role, password="x", drivername="postgresql+psycopg")
         try:
-            with started_town(
-                tmp_path / "town", SLOTKEEPER_DATABASE_URL=own.render_as_string(hide_password=False)
-            ) as town:
+            with started_cluster(
+                tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=own.render_as_string(hide_password=False)
+            ) as cluster:
 
                 @contextmanager
                 def refusal() -> Iterator[None]:
                     with contextmanager(refuse)(admin, url, role):
                         yield
 
-                _play(town, refusal, "database", names)
+                _play(cluster, refusal, "database", names)
         finally:
             postgres.disconnect_clients(url)
             admin.execute(f"DROP DATABASE {make_url(url).database}")

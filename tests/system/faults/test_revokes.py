@@ -13,18 +13,18 @@ from celery.worker.state import revoked
 from redis.exceptions import ConnectionError
 
 from tasks.inference import InferRequest, infer
+from tests.support.cluster import Cluster
 from tests.support.gated import Gate
 from tests.support.task_messages import received
-from tests.support.town import Town
 from tools.cluster.stack import eventually
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def bare(town: Town) -> Iterator[Celery]:
-    assert town.stack.valkey is not None
-    with Celery(broker=town.stack.valkey.url, backend=town.stack.valkey.url) as client:
+def bare(cluster: Cluster) -> Iterator[Celery]:
+    assert cluster.stack.valkey is not None
+    with Celery(broker=cluster.stack.valkey.url, backend=cluster.stack.valkey.url) as client:
         yield client
 
 
@@ -40,14 +40,14 @@ def _answered(ask: Callable[[], object]) -> object:
     return None
 
 
-def _admitted(town: Town, sent: AsyncResult, state: str = "queued") -> None:
-    eventually(lambda: town.store.get_state(sent.id) == state, f"{sent.id} is {state}")
+def _admitted(cluster: Cluster, sent: AsyncResult, state: str = "queued") -> None:
+    eventually(lambda: cluster.store.get_state(sent.id) == state, f"{sent.id} is {state}")
 
 
-def _is_revoked(town: Town, sent: AsyncResult) -> None:
+def _is_revoked(cluster: Cluster, sent: AsyncResult) -> None:
     with pytest.raises(TaskRevokedError):
         sent.get(timeout=60)
-    assert (sent.state, town.row(sent.id).state) == ("REVOKED", "canceled")
+    assert (sent.state, cluster.row(sent.id).state) == ("REVOKED", "canceled")
 
 
 def _revoke(bare: Celery, sent: AsyncResult) -> None:
@@ -67,64 +67,66 @@ WAYS = [_revoke, _terminate, _terminate_by_control]
 
 
 @pytest.mark.parametrize("revoke", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up(town: Town, bare: Celery, revoke: Way) -> None:
-    town.crew(2)
-    model, gate = town.model(), town.gate()
+def test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up(cluster: Cluster, bare: Celery, revoke: Way) -> None:
+    cluster.ensure_workers(2)
+    model, gate = cluster.model(), cluster.gate()
     first = _send(bare, model, gate)
-    town.sent(model)
+    cluster.sent(model)
     second, last = _send(bare, model, 0.01), _send(bare, model, 0.01)
     for sent in (second, last):
-        _admitted(town, sent)
+        _admitted(cluster, sent)
     revoke(bare, second)
-    _is_revoked(town, second)
+    _is_revoked(cluster, second)
     gate.open()
     for sent in (first, last):
         assert sent.get(timeout=60)["prompt"] == "a cat"
-    assert town.starts(second.id) == 0
+    assert cluster.starts(second.id) == 0
 
 
-def test_a_revoked_job_that_is_delayed_is_canceled(town: Town, bare: Celery) -> None:
-    town.crew(1)
-    sent = _send(bare, town.model(), 0.01, countdown=600)
-    _admitted(town, sent, "delayed")
+def test_a_revoked_job_that_is_delayed_is_canceled(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(1)
+    sent = _send(bare, cluster.model(), 0.01, countdown=600)
+    _admitted(cluster, sent, "delayed")
     sent.revoke()
-    _is_revoked(town, sent)
+    _is_revoked(cluster, sent)
 
 
 @pytest.mark.parametrize("revoke", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("polled", [False, True], ids=["sync", "polled"])
-def test_a_revoked_job_that_runs_is_stopped_by_its_server(town: Town, bare: Celery, revoke: Way, polled: bool) -> None:
-    town.crew(2)
-    model = town.polled_model() if polled else town.model()
-    sent = _send(bare, model, town.gate())
-    town.sent(model)
+def test_a_revoked_job_that_runs_is_stopped_by_its_server(
+    cluster: Cluster, bare: Celery, revoke: Way, polled: bool
+) -> None:
+    cluster.ensure_workers(2)
+    model = cluster.polled_model() if polled else cluster.model()
+    sent = _send(bare, model, cluster.gate())
+    cluster.sent(model)
     revoke(bare, sent)
-    _is_revoked(town, sent)
+    _is_revoked(cluster, sent)
     assert _send(bare, model, 0.01).get(timeout=60)["prompt"] == "a cat", "and its slot is free"
 
 
-def test_maintenance_executes_a_revoke_while_no_worker_runs(town: Town, bare: Celery) -> None:
+def test_maintenance_executes_a_revoke_while_no_worker_runs(cluster: Cluster, bare: Celery) -> None:
     """The wake-up of the offered job lies at the broker; maintenance receives the revoke."""
 
     def is_offered() -> bool:
-        town.cut_off()
-        return bool(town.lease(model, offered))
+        cluster.cut_off()
+        return bool(cluster.lease(model, offered))
 
-    town.crew(0)
-    model = town.model()
-    offered, last = town.submit(model, 0.01), town.submit(model, 0.01)
+    cluster.ensure_workers(0)
+    model = cluster.model()
+    offered, last = cluster.submit(model, 0.01), cluster.submit(model, 0.01)
     eventually(is_offered, "the first is offered")
     bare.control.revoke([offered])
-    town.until(offered, "canceled")
-    town.crew(1)
-    town.until(last, "completed")
-    assert town.starts(offered) == 0
+    cluster.until(offered, "canceled")
+    cluster.ensure_workers(1)
+    cluster.until(last, "completed")
+    assert cluster.starts(offered) == 0
 
 
-def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(town: Town, bare: Celery) -> None:
-    town.crew(0)
-    worker = town.hire()
-    model = town.model()
+def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(0)
+    worker = cluster.start_worker()
+    model = cluster.model()
     consuming = bare.control.inspect(destination=[f"{worker.name}@{gethostname()}"])
     eventually(lambda: _answered(consuming.ping), "the worker answers")
     sent_id = "revoked-before-it-was-sent"
@@ -133,21 +135,21 @@ def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(t
     sent = _send(bare, model, 0.01, task_id=sent_id)
     with pytest.raises(TaskRevokedError):
         sent.get(timeout=60)
-    assert town.store.get(sent_id) is None
+    assert cluster.store.get(sent_id) is None
 
 
-def test_a_revoke_of_an_ended_job_changes_nothing(town: Town, bare: Celery) -> None:
-    town.crew(2)
-    sent = _send(bare, town.model(), 0.01)
+def test_a_revoke_of_an_ended_job_changes_nothing(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(2)
+    sent = _send(bare, cluster.model(), 0.01)
     assert sent.get(timeout=60)["prompt"] == "a cat"
     other = _send(bare, "nobody-serves-it", 0.01, countdown=600)
     sent.revoke(terminate=True)
     other.revoke()
-    assert (sent.state, town.row(sent.id).state) == ("SUCCESS", "completed")
+    assert (sent.state, cluster.row(sent.id).state) == ("SUCCESS", "completed")
 
 
-def test_revokes_by_stamps_are_refused_by_name(town: Town, bare: Celery) -> None:
-    town.crew(1)
+def test_revokes_by_stamps_are_refused_by_name(cluster: Cluster, bare: Celery) -> None:
+    cluster.ensure_workers(1)
     (answer,) = bare.control.revoke_by_stamped_headers({"batch": "b1"}, reply=True, timeout=5, limit=1)
     assert "by their ids" in next(iter(answer.values()))["ok"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.town import Town, started_town, thaw
+from tests.support.cluster import Cluster, started_cluster, thaw
 from tools.cluster.stack import Process, eventually
 
 _SHORT_S = 1.0
@@ -14,10 +14,10 @@ _POINTS = ("start_claimed", "start_committed", "run_sent", "slot_passed_on", "se
 
 
 @pytest.fixture(scope="module")
-def short_town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def short_town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Its leases expire soon."""
     lease = {"SLOTKEEPER_LEASE_MS": "1000", "SLOTKEEPER_RENEW_EVERY_MS": "200", "SLOTKEEPER_OFFER_MS": "1000"}
-    with started_town(tmp_path_factory.mktemp("short"), **lease) as running:
+    with started_cluster(tmp_path_factory.mktemp("short"), **lease) as running:
         yield running
 
 
@@ -27,25 +27,25 @@ def _is_stopped(process: Process) -> bool:
 
 
 @pytest.mark.e2e
-def test_the_only_worker_is_stopped_at_each_point_and_no_slot_ever_has_two_jobs(short_town: Town) -> None:
-    town = short_town
+def test_the_only_worker_is_stopped_at_each_point_and_no_slot_ever_has_two_jobs(short_town: Cluster) -> None:
+    cluster = short_town
     # The server would run four at once, so its journal shows what was sent to the one slot.
-    model = town.model(4)
-    server = town.servers[model]
+    model = cluster.model(4)
+    server = cluster.servers[model]
     changed = {"model": model, "server": model, "endpoint": server.endpoint, "slots": 1}
-    assert town.api.call("POST", "/admin/register", json=changed).ok
+    assert cluster.api.call("POST", "/admin/register", json=changed).ok
     stops = ",".join(f"{point}:{n}" for n, point in enumerate(_POINTS, 1))
-    worker = town.hire(SLOTKEEPER_STOP_AT=stops)
-    jobs = [town.submit(model, 0.2) for _ in range(2 * len(_POINTS))]
+    worker = cluster.start_worker(SLOTKEEPER_STOP_AT=stops)
+    jobs = [cluster.submit(model, 0.2) for _ in range(2 * len(_POINTS))]
 
     for point in _POINTS:
         eventually(lambda: _is_stopped(worker), f"it is stopped at {point}", every_s=0.01)
         eventually(_passed(1.6 * _SHORT_S), "its leases have expired", every_s=0.05)
         thaw(worker)
-    ended = [town.until(job_id, "completed") for job_id in jobs]
+    ended = [cluster.until(job_id, "completed") for job_id in jobs]
 
-    assert [len([event for event in town.why(job.id) if event == "finished"]) for job in ended] == [1] * len(jobs)
-    assert _most_at_once(town.runs(model)) == 1
+    assert [len([event for event in cluster.why(job.id) if event == "finished"]) for job in ended] == [1] * len(jobs)
+    assert _most_at_once(cluster.runs(model)) == 1
     assert sum(job.crashes for job in ended) <= len(_POINTS), "at most the run that a stopped worker held"
 
 

@@ -8,19 +8,19 @@ import pytest
 from celery import Celery
 from redis.exceptions import ConnectionError
 
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tools.cluster.stack import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def worker(town: Town) -> Iterator[Any]:
+def worker(cluster: Cluster) -> Iterator[Any]:
     """What `inspect` shows of one worker, by the name of the command; `None` while it does not answer."""
-    town.crew(0)
-    name = f"{town.hire().name}@{gethostname()}"
-    assert town.stack.valkey is not None
-    with Celery(broker=town.stack.valkey.url, set_as_current=False) as bare:
+    cluster.ensure_workers(0)
+    name = f"{cluster.start_worker().name}@{gethostname()}"
+    assert cluster.stack.valkey is not None
+    with Celery(broker=cluster.stack.valkey.url, set_as_current=False) as bare:
         inspect = bare.control.inspect(destination=[name], timeout=5)
 
         def shown(command: str) -> Any:
@@ -32,9 +32,11 @@ def worker(town: Town) -> Iterator[Any]:
         yield shown
 
 
-def test_inspect_shows_each_run_of_a_worker_even_one_that_started_without_a_message(town: Town, worker: Any) -> None:
-    model, first, second = town.model(1), town.gate(), town.gate()
-    jobs = [town.submit(model, first), town.submit(model, second)]
+def test_inspect_shows_each_run_of_a_worker_even_one_that_started_without_a_message(
+    cluster: Cluster, worker: Any
+) -> None:
+    model, first, second = cluster.model(1), cluster.gate(), cluster.gate()
+    jobs = [cluster.submit(model, first), cluster.submit(model, second)]
 
     def source(job: str) -> dict[str, Any]:
         def found() -> Any:
@@ -53,5 +55,5 @@ def test_inspect_shows_each_run_of_a_worker_even_one_that_started_without_a_mess
     assert (worker("reserved"), worker("scheduled")) == ([], []), "jobs do not wait at workers"
     assert worker("stats")["pool"]["runs"] == 1
     second.open()
-    town.until(jobs[1], "completed")
+    cluster.until(jobs[1], "completed")
     eventually(lambda: worker("active") == [], "no run is active")

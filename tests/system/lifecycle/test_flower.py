@@ -11,7 +11,7 @@ from flower.urls import handlers
 from tornado.web import URLSpec
 
 from app.up.ports import free_port
-from tests.support.town import Town, started_town
+from tests.support.cluster import Cluster, started_cluster
 from tools.cluster.stack import BIN, Stack, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -66,36 +66,36 @@ def test_who_knows_the_password_sees_flower(flower: tuple[str, tuple[str, str]])
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Town, Callable[[str], dict[str, Any]]]]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Callable[[str], dict[str, Any]]]]:
     """An installation with a worker, the relay and Flower; and a function that returns Flower's info of a job."""
     home, port = tmp_path_factory.mktemp("watched"), free_port()
-    with started_town(home, SLOTKEEPER_FLOWER_PORT=str(port)) as town:
-        flower = town.stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
-        town.crew(1)
+    with started_cluster(home, SLOTKEEPER_FLOWER_PORT=str(port)) as cluster:
+        flower = cluster.stack.start("flower", [str(BIN / "slotkeeper"), "flower"])
+        cluster.ensure_workers(1)
         url = f"http://127.0.0.1:{port}"
         flower.source(lambda: _status("GET", f"{url}/healthcheck"), "it answers")
         who = ("slotkeeper", Path(home, "flower-password").read_text().strip())
-        eventually(lambda: _receives(town), "Flower receives task events")
-        town.stack.relay()
+        eventually(lambda: _receives(cluster), "Flower receives task events")
+        cluster.stack.relay()
 
         def task_info(job_id: str) -> dict[str, Any]:
             answer = requests.get(f"{url}/api/task/info/{job_id}", auth=who, timeout=10)
             return answer.json() if answer.ok else {}
 
-        yield town, task_info
+        yield cluster, task_info
 
 
-def _receives(town: Town) -> bool:
-    with town.redis() as redis:
+def _receives(cluster: Cluster) -> bool:
+    with cluster.redis() as redis:
         return any(count for _, count in redis.pubsub_numsub("/0.celeryev")) or bool(redis.pubsub_numpat())
 
 
 def test_flower_shows_a_job_from_its_submit_to_its_end(
-    watched: tuple[Town, Callable[[str], dict[str, Any]]],
+    watched: tuple[Cluster, Callable[[str], dict[str, Any]]],
 ) -> None:
-    town, task_info = watched
-    model, gate = town.model(1), town.gate()
-    running, waiting = town.submit(model, gate), town.submit(model, 0)
+    cluster, task_info = watched
+    model, gate = cluster.model(1), cluster.gate()
+    running, waiting = cluster.submit(model, gate), cluster.submit(model, 0)
 
     def source(job_id: str, state: str) -> dict[str, Any]:
         return eventually(lambda: (info := task_info(job_id)).get("state") == state and info, f"Flower shows {state}")
@@ -112,13 +112,13 @@ def test_flower_shows_a_job_from_its_submit_to_its_end(
 
 
 def test_flower_shows_failed_retried_delayed_and_canceled_jobs(
-    watched: tuple[Town, Callable[[str], dict[str, Any]]],
+    watched: tuple[Cluster, Callable[[str], dict[str, Any]]],
 ) -> None:
-    town, task_info = watched
-    model = town.model(2, retry_backoff=2)  # Of the events of a job that are sent together, the last one is sent.
+    cluster, task_info = watched
+    model = cluster.model(2, retry_backoff=2)  # Of the events of a job that are sent together, the last one is sent.
 
     def submit(payload: dict[str, Any], **fields: Any) -> str:
-        return town.api.submit(model, {"seconds": 0, **payload}, **fields)
+        return cluster.api.submit(model, {"seconds": 0, **payload}, **fields)
 
     jobs = {
         "FAILURE": submit({"fail": "invalid"}),
@@ -126,7 +126,7 @@ def test_flower_shows_failed_retried_delayed_and_canceled_jobs(
         "PENDING": submit({}, not_before=600),
         "REVOKED": submit({}, not_before=600),
     }
-    assert town.api.call("POST", f"/queue/jobs/{jobs['REVOKED']}/cancel").ok
+    assert cluster.api.call("POST", f"/queue/jobs/{jobs['REVOKED']}/cancel").ok
 
     for state, job_id in jobs.items():
         eventually(lambda state=state, job_id=job_id: task_info(job_id).get("state") == state, f"Flower shows {state}")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.support.town import ready
+from tests.support.cluster import ready
 from tools.cluster.stack import Stack
 
 

@@ -87,13 +87,13 @@ def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: 
         ):
             assert place in up.printed
         password = (installation.home / "flower-password").read_text().strip()
-        room = (installation.home / "valkey-password").read_text().strip()
+        queue = (installation.home / "valkey-password").read_text().strip()
         commands = installation.processes().values()
-        assert not [command for command in commands if password in command or room in command]
+        assert not [command for command in commands if password in command or queue in command]
         kept = [installation.home, *installation.home.rglob("*")]
         assert [path for path in kept if path.lstat().st_mode & 0o077] == []
         logged = "".join(log.read_text() for log in (installation.home / "logs").iterdir())
-        assert password not in logged and room not in logged
+        assert password not in logged and queue not in logged
 
         (yours,) = re.findall(r"yours: +(\S.*)", up.printed)
         elsewhere = {"PATH": os.defpath, "COLUMNS": "200"}  # a second terminal, in the same folder

@@ -17,7 +17,7 @@ from slotkeeper.jobs.values import QueuedJob
 from slotkeeper.redis.keys import Keys
 from tests.app.simulate.scenarios import POLICIES, T0, a_catalog, a_scenario, poisson
 from tests.support.ends import release
-from tests.support.room import FRAGMENTS
+from tests.support.fleet_queue import FRAGMENTS
 from tools.cluster.direct_starts import claim_offer
 
 FLEET = "zimg"

@@ -17,8 +17,8 @@ from slotkeeper.jobs.states import Reason
 from slotkeeper.jobs.values import QueuedJob, Run
 from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Description, HealthKind, RunDetails, presets
+from tests.support.harness import SETTINGS
 from tests.support.scripted import Act, Seen, answer
-from tests.support.stage import SETTINGS
 
 _JOB = QueuedJob("j", 1, "zimg", 5, "default")
 RUN = Run(_JOB, "{}", 1, 0, 0, None, None, None, "gpu", "gpu-slot0", 0, cancel_requested=False)

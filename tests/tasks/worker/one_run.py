@@ -22,7 +22,7 @@ from tasks.worker.heartbeat import LeaseWatch
 from tasks.worker.run_requests import RunRequests
 from tasks.worker.server_call import ServerCall
 from tasks.worker.worker import Worker
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 
 
 class FakeServer:
@@ -121,28 +121,28 @@ def make_server_call(
 
 
 @contextmanager
-def a_worker(stage: Stage, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    scripts = stage.dispatcher.leases.scripts
+def a_worker(harness: Harness, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    scripts = harness.dispatcher.leases.scripts
     # A test of the background tasks themselves undoes this.
     monkeypatch.setattr(BackgroundTask, "request", lambda task: task._function())
-    worker = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
+    worker = Worker(harness.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=64)
     worker.heartbeat.end()  # The tests call `beat`.
     worker.consumer = None  # Without a consumer the worker claims no job by itself.
     monkeypatch.setattr(worker.server_calls, "session_for", lambda *_: server)
     monkeypatch.setattr(worker_run, "_RETRY_S", 0.001)
-    stage.worker = worker  # type: ignore[attr-defined]
+    harness.worker = worker  # type: ignore[attr-defined]
     yield worker
     worker.close()
 
 
-def run_open_offer(stage: Stage) -> str:
+def run_open_offer(harness: Harness) -> str:
     """Run the job of the oldest wake-up, and return its id."""
-    worker, offer = stage.worker, stage.told.offers.pop(0)  # type: ignore[attr-defined]
+    worker, offer = harness.worker, harness.notifications.offers.pop(0)  # type: ignore[attr-defined]
     worker.executor.run_open_offer(offer)
     assert worker.worker_loop.wait_until_idle(20)
     return str(offer.job_id)
 
 
-def run(stage: Stage) -> Job:
+def run(harness: Harness) -> Job:
     """Run the job of the oldest wake-up, and return the job from the database."""
-    return stage.job(run_open_offer(stage))
+    return harness.job(run_open_offer(harness))

@@ -18,7 +18,7 @@ from tasks.threads import BackgroundTask
 from tasks.worker import worker_run
 from tasks.worker.worker import Worker
 from tasks.worker.worker_run import WorkerRun
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 from tools.cluster.direct_starts import claim_offer
 
 
@@ -52,9 +52,9 @@ class StartOnlyWorker(Worker):
         assert self.worker_loop.wait_until_idle(60)
         return None if offer.lease in before else self.active_runs.get(offer.lease)
 
-    def start_newest(self, stage: Stage) -> ActiveRun:
+    def start_newest(self, harness: Harness) -> ActiveRun:
         """Start the run of the wake-up that was published last."""
-        active = self.start(stage.told.offers.pop())
+        active = self.start(harness.notifications.offers.pop())
         assert active is not None
         return active
 
@@ -87,10 +87,10 @@ class CompletingWorker(StartOnlyWorker):
         return Outcome(OutcomeKind.DONE, result={"url": "x"})
 
 
-def make_worker(kind: type[StartOnlyWorker], stage: Stage, capacity: int = 3) -> Iterator[Any]:
-    scripts = stage.dispatcher.leases.scripts
-    worker = kind(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
-    stage.postponed = worker.background_tasks.retry_release
+def make_worker(kind: type[StartOnlyWorker], harness: Harness, capacity: int = 3) -> Iterator[Any]:
+    scripts = harness.dispatcher.leases.scripts
+    worker = kind(harness.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), max_runs=capacity)
+    harness.postponed = worker.background_tasks.retry_release
     yield worker
     worker.close()  # Otherwise its threads would run on during later tests, which have other databases.
 

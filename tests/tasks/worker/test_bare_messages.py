@@ -9,7 +9,7 @@ from celery.exceptions import Reject
 from slotkeeper.jobs.states import State
 from tasks import inference
 from tasks.inference import infer
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 from tests.tasks.worker.start_only import (
     raise_unavailable,
 )
@@ -31,9 +31,9 @@ class Pauses:
 
 
 @pytest.fixture
-def pauses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+def pauses(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Pauses:
     pauses = Pauses()
-    monkeypatch.setattr(inference, "dispatcher", lambda: stage.dispatcher)
+    monkeypatch.setattr(inference, "dispatcher", lambda: harness.dispatcher)
     monkeypatch.setattr(inference, "this_worker", lambda: type("Worker", (), {"heartbeat": pauses}))
     return pauses
 
@@ -49,11 +49,11 @@ def _a_bare_message(job_id: str) -> Iterator[None]:
 
 @sqlite
 def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
-    stage: Stage, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message is the only copy of the job."""
-    stage.register()
-    monkeypatch.setattr(stage.store, "submit", raise_unavailable)
+    harness.register()
+    monkeypatch.setattr(harness.store, "submit", raise_unavailable)
     with _a_bare_message("bare"), pytest.raises(Reject) as rejected:
         infer.run("zimg", {"prompt": "a cat"})
     assert rejected.value.requeue is True  # type: ignore[attr-defined]
@@ -62,18 +62,18 @@ def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
 
 @sqlite
 def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
-    stage: Stage, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    submit = stage.store.submit
-    monkeypatch.setattr(stage.store, "submit", raise_unavailable)
+    harness.register()
+    submit = harness.store.submit
+    monkeypatch.setattr(harness.store, "submit", raise_unavailable)
 
     def restore_after_three_pauses() -> None:
         if pauses.count == 3:
-            monkeypatch.setattr(stage.store, "submit", submit)
+            monkeypatch.setattr(harness.store, "submit", submit)
 
     pauses.on_wait = restore_after_three_pauses
     with _a_bare_message("bare"), pytest.raises(inference.Ignore):
         infer.run("zimg", {"prompt": "a cat"})
-    assert (pauses.count, stage.state("bare")) == (3, State.QUEUED)
-    assert stage.run_all() == ["bare"]
+    assert (pauses.count, harness.state("bare")) == (3, State.QUEUED)
+    assert harness.run_all() == ["bare"]

@@ -18,7 +18,7 @@ from slotkeeper.registry.model_config import ModelConfig
 from tasks.servers import Description, Health, HealthKind, RunDetails
 from tasks.worker import run_health, server_call
 from tasks.worker.heartbeat import LeaseWatch
-from tests.support.stage import SETTINGS
+from tests.support.harness import SETTINGS
 from tests.tasks.worker.one_run import FakeRunStore, make_server_call
 
 PENDING = Outcome(OutcomeKind.PENDING)

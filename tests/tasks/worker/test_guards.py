@@ -18,94 +18,94 @@ from slotkeeper.redis.connections import connect
 from tasks.servers import DEFAULT
 from tasks.worker.run_requests import RunRequests
 from tests.support import passes
-from tests.support.room import a
-from tests.support.stage import LEASE_MS, SECOND, YEAR
+from tests.support.fleet_queue import a
+from tests.support.harness import LEASE_MS, SECOND, YEAR
 from tools.cluster.stack import eventually
 
 MINUTE = 60 * SECOND
 
 
-def test_no_maintenance_task_ends_a_healthy_run_of_twenty_minutes(stage):
-    stage.register(max_poll_time=1200)
-    job_id = stage.submit()
-    task = stage.start()
+def test_no_maintenance_task_ends_a_healthy_run_of_twenty_minutes(harness):
+    harness.register(max_poll_time=1200)
+    job_id = harness.submit()
+    task = harness.start()
     for _ in range(20 * MINUTE // (LEASE_MS - SECOND)):
-        stage.later(LEASE_MS - SECOND)
-        assert stage.renewal(task) is Renewal.RENEWED
+        harness.later(LEASE_MS - SECOND)
+        assert harness.renewal(task) is Renewal.RENEWED
         for run_task in (deadlines.expire_deadlines, passes.reap, passes.reconcile, passes.sweep):
-            run_task(stage.dispatcher)
-    assert stage.state(job_id) is State.RUNNING
-    assert stage.settle(task).moved.to is State.COMPLETED
+            run_task(harness.dispatcher)
+    assert harness.state(job_id) is State.RUNNING
+    assert harness.settle(task).moved.to is State.COMPLETED
 
 
 @pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
-def test_a_run_may_take_as_long_as_its_own_model_allows(stage, monkeypatch, max_poll_time, left_s):
-    stage.register(max_poll_time=max_poll_time)
-    stage.submit()
-    task = stage.start()
-    stage.later(11 * MINUTE)
-    calls = RunRequests(task.run, stage.dispatcher.catalog.resolve("zimg").config, DEFAULT)
+def test_a_run_may_take_as_long_as_its_own_model_allows(harness, monkeypatch, max_poll_time, left_s):
+    harness.register(max_poll_time=max_poll_time)
+    harness.submit()
+    task = harness.start()
+    harness.later(11 * MINUTE)
+    calls = RunRequests(task.run, harness.dispatcher.catalog.resolve("zimg").config, DEFAULT)
     assert calls.make_submit_details().deadline_s == pytest.approx(max(left_s, 0.001), abs=1)
 
 
-def test_a_job_that_waits_for_a_year_is_not_removed(stage):
-    stage.register()
-    running, queued, delayed = stage.submit(), stage.submit(), stage.submit(delay_s=360 * 86_400)
-    stage.start()
-    stage.later(YEAR)
-    assert deadlines.purge_ended_jobs(stage.dispatcher, 86_400) == 0
-    assert [stage.state(job_id) for job_id in (running, queued, delayed)] == [
+def test_a_job_that_waits_for_a_year_is_not_removed(harness):
+    harness.register()
+    running, queued, delayed = harness.submit(), harness.submit(), harness.submit(delay_s=360 * 86_400)
+    harness.start()
+    harness.later(YEAR)
+    assert deadlines.purge_ended_jobs(harness.dispatcher, 86_400) == 0
+    assert [harness.state(job_id) for job_id in (running, queued, delayed)] == [
         State.RUNNING,
         State.QUEUED,
         State.DELAYED,
     ]
 
 
-def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(stage):
-    stage.register()
+def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(harness):
+    harness.register()
     for _ in range(2):
-        stage.submit(id="twice")
-        assert ledger.read(stage.database).balanced
-    stage.run_all()
-    stage.later(YEAR)
-    assert deadlines.purge_ended_jobs(stage.dispatcher, 86_400) == 1
-    found = ledger.read(stage.database)
+        harness.submit(id="twice")
+        assert ledger.read(harness.database).balanced
+    harness.run_all()
+    harness.later(YEAR)
+    assert deadlines.purge_ended_jobs(harness.dispatcher, 86_400) == 1
+    found = ledger.read(harness.database)
     assert found.balanced and found.accepted == 1
     assert found.purged[State.COMPLETED] == 1
 
 
-def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(stage):
+def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(harness):
     """Redis contains the lease of an earlier run of the job: the reaper removes it, and the newer run continues."""
-    stage.register()
-    job_id = stage.submit()
-    stage.start()
-    stage.database.write(lambda tx: tx.connection.execute(update(jobs).values(lease="newer w2")))
-    stage.later(LEASE_MS)
-    assert passes.reap(stage.dispatcher) == 1
-    job = stage.job(job_id)
+    harness.register()
+    job_id = harness.submit()
+    harness.start()
+    harness.database.write(lambda tx: tx.connection.execute(update(jobs).values(lease="newer w2")))
+    harness.later(LEASE_MS)
+    assert passes.reap(harness.dispatcher) == 1
+    job = harness.job(job_id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
-    assert stage.room.taken() == {}
-    assert passes.restore_missing(stage) == 1
-    assert stage.room.lease_of(job_id)["lease"] == "newer"
+    assert harness.queue.taken() == {}
+    assert passes.restore_missing(harness) == 1
+    assert harness.queue.lease_of(job_id)["lease"] == "newer"
 
 
-def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(room):
+def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(queue):
     """The run ended after the restore had read the database and before it wrote to Redis."""
     job = a("j", 1)
-    room.open()
-    room.enqueue(job)
-    before = room.dump()
-    assert room.restore((job, "lease", "w1", "gpu-slot0")) == 0
-    assert room.dump() == before
+    queue.open()
+    queue.enqueue(job)
+    before = queue.dump()
+    assert queue.restore((job, "lease", "w1", "gpu-slot0")) == 0
+    assert queue.dump() == before
 
 
 @pytest.mark.parametrize("state", ["waiting", "leased"])
-def test_a_job_that_is_in_the_queue_is_not_added_again(room, state):
+def test_a_job_that_is_in_the_queue_is_not_added_again(queue, state):
     if state == "leased":
-        room.with_slots(1)
+        queue.with_slots(1)
     job = a("j", 1)
-    room.enqueue(job)
-    assert room.enqueued(job, job) == (0, [])
+    queue.enqueue(job)
+    assert queue.enqueued(job, job) == (0, [])
 
 
 def test_lease_1_a_script_whose_answer_was_lost_has_run_once(valkey, client):

@@ -20,7 +20,7 @@ from tasks.worker.lease_checks import LeaseCheck
 from tasks.worker.worker import Worker
 from tests.support import passes
 from tests.support.ends import free
-from tests.support.stage import LEASE_MS, SETTINGS, Stage
+from tests.support.harness import LEASE_MS, SETTINGS, Harness
 from tests.tasks.worker.one_run import FakeServer, run
 
 _SUSPENDED_MS = 2 * LEASE_MS
@@ -39,13 +39,13 @@ def advance_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def suspend(stage: Stage, advance_clock: Callable[[int], None]) -> Callable[[], None]:
+def suspend(harness: Harness, advance_clock: Callable[[int], None]) -> Callable[[], None]:
     """Return a function that suspends the worker until its leases have expired, while maintenance runs on."""
 
     def suspend() -> None:
         advance_clock(_SUSPENDED_MS)
-        stage.later(_SUSPENDED_MS)
-        passes.reap(stage.dispatcher)
+        harness.later(_SUSPENDED_MS)
+        passes.reap(harness.dispatcher)
 
     return suspend
 
@@ -63,36 +63,36 @@ def _at(point: str, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 def test_a_worker_that_was_stopped_after_its_claim_starts_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit()
+    harness.register()
+    job_id = harness.submit()
     monkeypatch.setattr(executor, "crash_at", _at("start_claimed", suspend))
 
-    run(stage)
+    run(harness)
 
-    assert server.asked == [] and stage.state(job_id) is State.QUEUED
-    _assert_completes(stage, server, job_id, attempt=1)
+    assert server.asked == [] and harness.state(job_id) is State.QUEUED
+    _assert_completes(harness, server, job_id, attempt=1)
 
 
 def test_a_worker_that_was_stopped_after_its_start_sends_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit()
+    harness.register()
+    job_id = harness.submit()
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", suspend))
 
-    run(stage)
+    run(harness)
 
-    assert server.asked == [] and stage.job(job_id).crashes == 1, "the reaper cannot know that no request was sent"
-    _assert_completes(stage, server, job_id, attempt=2, crashes=1)
+    assert server.asked == [] and harness.job(job_id).crashes == 1, "the reaper cannot know that no request was sent"
+    _assert_completes(harness, server, job_id, attempt=2, crashes=1)
 
 
 def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_nothing(
-    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit()
+    harness.register()
+    job_id = harness.submit()
     start = RunSteps.start
 
     async def suspend_and_start(*args: Any) -> Any:
@@ -101,63 +101,63 @@ def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_
         return await start(*args)
 
     monkeypatch.setattr(RunSteps, "start", suspend_and_start)
-    run(stage)
+    run(harness)
 
     assert server.asked == []
-    assert [event.data["why"] for event in stage.store.list_events(job_id)] == ["submitted", "started", "handed_back"]
-    _assert_completes(stage, server, job_id, attempt=2)
+    assert [event.data["why"] for event in harness.store.list_events(job_id)] == ["submitted", "started", "handed_back"]
+    _assert_completes(harness, server, job_id, attempt=2)
 
 
 def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
-    stage: Stage,
+    harness: Harness,
     worker: Worker,
     server: FakeServer,
     advance_clock: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage.register()
-    first, second = stage.submit(), stage.submit()
+    harness.register()
+    first, second = harness.submit(), harness.submit()
 
     def lose_the_slot_to_the_second() -> None:
         advance_clock(_SUSPENDED_MS)
-        active = active_run_of(stage.dispatcher, stage.job(first))
+        active = active_run_of(harness.dispatcher, harness.job(first))
         assert active is not None
-        free(stage.dispatcher, active.lease, return_to_lane=False)
-        stage.start("w2")
-        assert passes.restore_missing(stage) == 1
+        free(harness.dispatcher, active.lease, return_to_lane=False)
+        harness.start("w2")
+        assert passes.restore_missing(harness) == 1
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_slot_to_the_second))
-    run(stage)
+    run(harness)
 
-    assert server.asked == [] and list(stage.room.taken().values()) == [second]
-    assert (stage.state(first), stage.job(first).crashes) == (State.QUEUED, 0)
-    assert first in stage.room.waiting()
+    assert server.asked == [] and list(harness.queue.taken().values()) == [second]
+    assert (harness.state(first), harness.job(first).crashes) == (State.QUEUED, 0)
+    assert first in harness.queue.waiting()
 
 
 def test_a_lost_lease_of_a_run_that_was_not_sent_is_not_written_again(
-    stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit()
+    harness.register()
+    job_id = harness.submit()
 
     def lose_the_lease_and_beat() -> None:
-        active = active_run_of(stage.dispatcher, stage.job(job_id))
+        active = active_run_of(harness.dispatcher, harness.job(job_id))
         assert active is not None
-        free(stage.dispatcher, active.lease, return_to_lane=False)
+        free(harness.dispatcher, active.lease, return_to_lane=False)
         worker.heartbeat.beat()
 
     monkeypatch.setattr(executor, "crash_at", _at("start_committed", lose_the_lease_and_beat))
-    run(stage)
+    run(harness)
 
     assert "submit" not in server.asked
-    assert (stage.state(job_id), stage.job(job_id).crashes) == (State.QUEUED, 0)
+    assert (harness.state(job_id), harness.job(job_id).crashes) == (State.QUEUED, 0)
 
 
 def test_a_worker_that_was_stopped_sends_no_request_again(
-    stage: Stage, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit()
+    harness.register()
+    job_id = harness.submit()
     server.during, server.runs, server.answers = suspend, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
     health = server.health
 
@@ -168,23 +168,23 @@ def test_a_worker_that_was_stopped_sends_no_request_again(
 
     monkeypatch.setattr(server, "health", health_and_beat)
     monkeypatch.setattr("tasks.worker.server_call._HEALTH_PERIOD_S", 0.001)
-    run(stage)
+    run(harness)
 
     assert server.asked.count("submit") == 1, "another job may have the slot"
-    assert stage.job(job_id).crashes == 1
+    assert harness.job(job_id).crashes == 1
 
 
 def test_a_request_is_not_sent_again_while_maintenance_ends_the_run(
-    stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Maintenance has seized the lease, and its transaction has not ended the run yet."""
-    stage.register()
-    stage.submit()
+    harness.register()
+    harness.submit()
     health = server.health
 
     def seize() -> None:
         (watch,) = worker.heartbeat.watches()
-        assert stage.dispatcher.leases.seize(watch.lease, "maintenance", LEASE_MS, only_expired=False)
+        assert harness.dispatcher.leases.seize(watch.lease, "maintenance", LEASE_MS, only_expired=False)
 
     async def health_then_end() -> Health:
         if server.asked.count("health") == 2:
@@ -194,22 +194,22 @@ def test_a_request_is_not_sent_again_while_maintenance_ends_the_run(
     server.during, server.runs, server.answers = seize, frozenset(), [Outcome(OutcomeKind.UNKNOWN)]
     monkeypatch.setattr(server, "health", health_then_end)
     monkeypatch.setattr("tasks.worker.server_call._HEALTH_PERIOD_S", 0.001)
-    run(stage)
+    run(harness)
     assert server.asked.count("submit") == 1
 
 
-def _assert_completes(stage: Stage, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
+def _assert_completes(harness: Harness, server: FakeServer, job_id: str, *, attempt: int, crashes: int = 0) -> None:
     server.answers = [Outcome(OutcomeKind.DONE, result={"url": "x"})]
-    stage.told.offers += stage.dispatcher.queues.offer("zimg", 1)
-    run(stage)
-    job = stage.job(job_id)
+    harness.notifications.offers += harness.dispatcher.queues.offer("zimg", 1)
+    run(harness)
+    job = harness.job(job_id)
     assert (job.state, job.attempt, job.crashes) == (State.COMPLETED, attempt, crashes)
-    assert stage.free() == 1
+    assert harness.free() == 1
 
 
 @pytest.mark.parametrize(("age_ms", "is_valid"), [(LEASE_MS - 1, True), (LEASE_MS, False)])
 def test_while_redis_is_down_a_lease_stays_valid_until_it_expires(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, age_ms: int, is_valid: bool
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, age_ms: int, is_valid: bool
 ) -> None:
     monkeypatch.setattr("tasks.worker.lease_checks.boottime_s", lambda: age_ms / 1000)
 
@@ -217,4 +217,4 @@ def test_while_redis_is_down_a_lease_stays_valid_until_it_expires(
         raise RedisConnectionError("Redis is down.")
 
     watch = LeaseWatch(Lease("zimg", "j1", "l1", "w1", "gpu-slot0"), confirmed_at_s=0.0)
-    assert asyncio.run(LeaseCheck(stage.dispatcher.leases, SETTINGS, fail).is_still_held(watch)) is is_valid
+    assert asyncio.run(LeaseCheck(harness.dispatcher.leases, SETTINGS, fail).is_still_held(watch)) is is_valid

@@ -13,7 +13,7 @@ from slotkeeper.jobs.states import Reason, State
 from slotkeeper.trace_context import find_trace
 from tasks.maintenance import log_job_end
 from tasks.worker import executor
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 from tests.tasks.worker.one_run import run
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -28,8 +28,8 @@ def restore_log_configuration() -> Iterator[None]:
     logs.configure()
 
 
-def _count_events(stage: Stage) -> None:
-    counter = EventCounter(stage.store.database, log_job_end)
+def _count_events(harness: Harness) -> None:
+    counter = EventCounter(harness.store.database, log_job_end)
     while counter.count_new_events():
         pass
 
@@ -45,10 +45,10 @@ def _lines(text: str, event: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["console", "json"])
 def test_no_line_of_a_run_contains_a_payload_a_key_a_secret_or_a_response_of_a_server(
-    stage, worker, server, capsys, monkeypatch, form
+    harness, worker, server, capsys, monkeypatch, form
 ):
     logs.configure(form=form)
-    stage.register(max_retries=0)
+    harness.register(max_retries=0)
     outcomes = [
         Outcome(OutcomeKind.DONE, result={"url": PLANTED}),
         Outcome(OutcomeKind.FAILED, code=PLANTED, message=PLANTED),
@@ -57,32 +57,32 @@ def test_no_line_of_a_run_contains_a_payload_a_key_a_secret_or_a_response_of_a_s
     ]
     for outcome in outcomes:
         secrets = {"payload": {"prompt": PLANTED}, "idempotency_key": f"{PLANTED}{outcome.kind}"}
-        stage.submit(callback_url=CALLBACK, **secrets)
+        harness.submit(callback_url=CALLBACK, **secrets)
         server.answers = [outcome, outcome, outcome]
-        run(stage)
+        run(harness)
 
     def fail(*_: object) -> Any:
         raise ValueError(PLANTED)
 
     monkeypatch.setattr(worker.server_calls, "_call", fail)
-    stage.submit(payload={"prompt": PLANTED})
-    run(stage)
-    _count_events(stage)
+    harness.submit(payload={"prompt": PLANTED})
+    run(harness)
+    _count_events(harness)
     log = _read_log(capsys)
     assert log.count("job_ended") >= 2 and "run_failed" in log
     assert PLANTED not in log
 
 
-def test_each_end_of_a_job_is_logged_once_with_job_tenant_and_trace(stage, worker, server, capsys):
+def test_each_end_of_a_job_is_logged_once_with_job_tenant_and_trace(harness, worker, server, capsys):
     logs.configure(form="json")
-    stage.register()
-    done = stage.submit(tenant="acme")
+    harness.register()
+    done = harness.submit(tenant="acme")
     server.answers = [Outcome(OutcomeKind.DONE, result={})]
-    run(stage)
-    canceled = stage.submit()
-    stage.store.cancel_waiting(canceled, stage.now)
-    _count_events(stage)
-    _count_events(stage)
+    run(harness)
+    canceled = harness.submit()
+    harness.store.cancel_waiting(canceled, harness.now)
+    _count_events(harness)
+    _count_events(harness)
     first, second = _lines(_read_log(capsys), "job_ended")
     fields = ("job_id", "tenant", "trace_id", "state", "why", "attempt")
     expected = [done, "acme", find_trace(done, None).id, State.COMPLETED, Reason.FINISHED, 1]
@@ -92,29 +92,29 @@ def test_each_end_of_a_job_is_logged_once_with_job_tenant_and_trace(stage, worke
     assert second["why"] == Reason.CANCEL_REQUESTED and "run_ms" not in second
 
 
-def test_a_line_of_a_worker_about_a_run_names_its_job_tenant_and_trace(stage, worker, server, capsys, monkeypatch):
+def test_a_line_of_a_worker_about_a_run_names_its_job_tenant_and_trace(harness, worker, server, capsys, monkeypatch):
     logs.configure(form="json")
-    stage.register()
-    job_id = stage.submit(tenant="acme")
+    harness.register()
+    job_id = harness.submit(tenant="acme")
 
     def log_and_fail(*_: object) -> Any:
         executor.log.info("here")
         raise RuntimeError
 
     monkeypatch.setattr(worker.server_calls, "_call", log_and_fail)
-    run(stage)
+    run(harness)
     (line,) = _lines(_read_log(capsys), "here")
     assert (line["job_id"], line["tenant"], line["trace_id"]) == (job_id, "acme", find_trace(job_id, None).id)
 
 
-def test_an_end_that_another_process_has_counted_is_not_logged_again(stage, worker, server, monkeypatch):
-    stage.register()
-    stage.submit()
+def test_an_end_that_another_process_has_counted_is_not_logged_again(harness, worker, server, monkeypatch):
+    harness.register()
+    harness.submit()
     server.answers = [Outcome(OutcomeKind.DONE, result={})]
-    run(stage)
+    run(harness)
     logged: list[Any] = []
-    slow, read_position = EventCounter(stage.store.database, logged.append), EventCounter._position
-    quick = EventCounter(stage.store.database, logged.append)
+    slow, read_position = EventCounter(harness.store.database, logged.append), EventCounter._position
+    quick = EventCounter(harness.store.database, logged.append)
 
     def read_position_and_lose_the_race(counter: EventCounter) -> int:
         position = read_position(counter)

@@ -17,7 +17,7 @@ from tasks import server_adapters
 from tests.support import passes
 from tests.support.builders import T0, a_queued_job
 from tests.support.ends import store_end
-from tests.support.stage import Stage
+from tests.support.harness import Harness
 from tools.cluster.direct_starts import store_remote_id, store_start
 
 OLD, NEW = "http://gpu:1/run", "http://other:1/run"
@@ -74,102 +74,102 @@ def test_the_address_is_forgotten_when_the_run_is_over(store: JobStore, why: Rea
 # -- a server that is registered again -------------------------------------------------------------------------
 
 
-def _run_before_move(stage: Stage, url: str = NEW, slots: int = 1) -> ActiveRun:
+def _run_before_move(harness: Harness, url: str = NEW, slots: int = 1) -> ActiveRun:
     """Start a run, register its server again with another address, and return the run."""
-    stage.register()
-    stage.submit()
-    active = stage.start()
+    harness.register()
+    harness.submit()
+    active = harness.start()
     assert active.run.sent_to == OLD
-    stage.catalog.register("zimg", "gpu", url, slots, stage.now)
-    rebuild.refresh_fleet(stage.dispatcher, "zimg")
+    harness.catalog.register("zimg", "gpu", url, slots, harness.now)
+    rebuild.refresh_fleet(harness.dispatcher, "zimg")
     return active
 
 
-def _compare_for_a_minute(stage: Stage, active: ActiveRun, report: ServerReport) -> None:
+def _compare_for_a_minute(harness: Harness, active: ActiveRun, report: ServerReport) -> None:
     for _ in range(12):
-        stage.later(MINUTE // 12)
-        stage.renewal(active)
-        passes.apply_reports(stage.dispatcher, {"gpu": report})
-        suspects = passes.find_stale_runs(stage.dispatcher, {"gpu": report})
-        passes.end_stale_runs(stage.dispatcher, suspects, {"gpu": report})
+        harness.later(MINUTE // 12)
+        harness.renewal(active)
+        passes.apply_reports(harness.dispatcher, {"gpu": report})
+        suspects = passes.find_stale_runs(harness.dispatcher, {"gpu": report})
+        passes.end_stale_runs(harness.dispatcher, suspects, {"gpu": report})
 
 
-def test_a_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
-    active = _run_before_move(stage)
-    _compare_for_a_minute(stage, active, REPORT_WITHOUT_RUNS)
-    job = stage.job(active.run.job.id)
+def test_a_run_is_not_compared_with_the_report_of_another_address(harness: Harness) -> None:
+    active = _run_before_move(harness)
+    _compare_for_a_minute(harness, active, REPORT_WITHOUT_RUNS)
+    job = harness.job(active.run.job.id)
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 1, 0)
-    assert stage.renewal(active) is Renewal.RENEWED and stage.settle(active).moved is not None
-    stage.submit()
-    assert stage.start().run.sent_to == NEW
+    assert harness.renewal(active) is Renewal.RENEWED and harness.settle(active).moved is not None
+    harness.submit()
+    assert harness.start().run.sent_to == NEW
 
 
-def test_a_polled_run_is_not_compared_with_the_report_of_another_address(stage: Stage) -> None:
-    active = _run_before_move(stage)
-    stage.remote(active)
-    _compare_for_a_minute(stage, active, REPORT_WITHOUT_RUNS)
-    assert (stage.state(active.run.job.id), stage.job(active.run.job.id).crashes) == (State.RUNNING, 0)
+def test_a_polled_run_is_not_compared_with_the_report_of_another_address(harness: Harness) -> None:
+    active = _run_before_move(harness)
+    harness.remote(active)
+    _compare_for_a_minute(harness, active, REPORT_WITHOUT_RUNS)
+    assert (harness.state(active.run.job.id), harness.job(active.run.job.id).crashes) == (State.RUNNING, 0)
 
 
-def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(stage: Stage) -> None:
-    active = _run_before_move(stage)
-    _compare_for_a_minute(stage, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": OLD}))
-    assert stage.job(active.run.job.id).why is Reason.SERVER_LOST
+def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(harness: Harness) -> None:
+    active = _run_before_move(harness)
+    _compare_for_a_minute(harness, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": OLD}))
+    assert harness.job(active.run.job.id).why is Reason.SERVER_LOST
 
 
-def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(stage: Stage) -> None:
+def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(harness: Harness) -> None:
     new_url = "http://user:password@gpu:1/run?token=x"
-    active = _run_before_move(stage, new_url)
-    assert server_adapters.endpoint_of_run(stage.dispatcher.catalog.get(), "gpu", "zimg", OLD) == new_url
-    _compare_for_a_minute(stage, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": new_url}))
-    assert stage.job(active.run.job.id).why is Reason.SERVER_LOST
+    active = _run_before_move(harness, new_url)
+    assert server_adapters.endpoint_of_run(harness.dispatcher.catalog.get(), "gpu", "zimg", OLD) == new_url
+    _compare_for_a_minute(harness, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": new_url}))
+    assert harness.job(active.run.job.id).why is Reason.SERVER_LOST
 
 
-def test_a_run_is_polled_at_the_address_to_which_it_was_sent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _run_before_move(stage).run
+def test_a_run_is_polled_at_the_address_to_which_it_was_sent(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run_before_move(harness).run
     monkeypatch.setattr(server_adapters, "adapter_for", lambda url, *_: url)
-    address_for = partial(server_adapters.adapter_of_run, stage.dispatcher.catalog.get(), "gpu", "zimg", None)
+    address_for = partial(server_adapters.adapter_of_run, harness.dispatcher.catalog.get(), "gpu", "zimg", None)
     assert (address_for(run.sent_to), address_for(None)) == (OLD, NEW)
-    assert server_adapters.adapter_of_run(stage.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
+    assert server_adapters.adapter_of_run(harness.dispatcher.catalog.get(), "gone", "zimg", None, run.sent_to) is None
 
 
 def test_a_report_names_the_addresses_that_its_server_had_at_the_request(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    server = stage.catalog.read().servers["gpu"]
-    passes.run_tasks_with(monkeypatch, stage.dispatcher)
+    harness.register()
+    server = harness.catalog.read().servers["gpu"]
+    passes.run_tasks_with(monkeypatch, harness.dispatcher)
     assert passes.read_report(server).endpoints == {"zimg": OLD}
 
 
-def test_a_removed_slot_neither_ends_its_run_nor_counts_a_crash(stage: Stage) -> None:
-    stage.register(2)
-    ids = [stage.submit() for _ in range(3)]
-    active_runs = [stage.start() for _ in range(2)]
-    stage.register(1)
-    assert [stage.renewal(active) for active in active_runs] == [Renewal.RENEWED] * 2
-    stage.settle(active_runs[0])
-    assert stage.offered() == [], "the other run uses the only slot"
-    stage.settle(active_runs[1])
-    assert stage.run_all() == ids[2:]
-    assert [(stage.job(job_id).attempt, stage.job(job_id).crashes) for job_id in ids] == [(1, 0)] * 3
+def test_a_removed_slot_neither_ends_its_run_nor_counts_a_crash(harness: Harness) -> None:
+    harness.register(2)
+    ids = [harness.submit() for _ in range(3)]
+    active_runs = [harness.start() for _ in range(2)]
+    harness.register(1)
+    assert [harness.renewal(active) for active in active_runs] == [Renewal.RENEWED] * 2
+    harness.settle(active_runs[0])
+    assert harness.offered() == [], "the other run uses the only slot"
+    harness.settle(active_runs[1])
+    assert harness.run_all() == ids[2:]
+    assert [(harness.job(job_id).attempt, harness.job(job_id).crashes) for job_id in ids] == [(1, 0)] * 3
 
 
-def _register_twice(stage: Stage) -> None:
-    stage.register(2)
-    stage.catalog.register("zimg", "again", OLD, 2, stage.now)
-    rebuild.refresh_fleet(stage.dispatcher, "zimg")
+def _register_twice(harness: Harness) -> None:
+    harness.register(2)
+    harness.catalog.register("zimg", "again", OLD, 2, harness.now)
+    rebuild.refresh_fleet(harness.dispatcher, "zimg")
 
 
 @pytest.mark.parametrize(
     "make_report", [lambda ids: ServerReport(True, len(ids)), lambda ids: ServerReport(True, None, ids)]
 )
 def test_runs_of_two_servers_at_one_address_do_not_count_as_foreign(
-    stage: Stage, make_report: Callable[[frozenset[str]], ServerReport]
+    harness: Harness, make_report: Callable[[frozenset[str]], ServerReport]
 ) -> None:
-    _register_twice(stage)
-    ids = frozenset(stage.submit() for _ in range(3))
+    _register_twice(harness)
+    ids = frozenset(harness.submit() for _ in range(3))
     for _ in ids:
-        stage.start()
-    passes.apply_reports(stage.dispatcher, dict.fromkeys(("gpu", "again"), make_report(ids)))
-    assert stage.free() == 1
+        harness.start()
+    passes.apply_reports(harness.dispatcher, dict.fromkeys(("gpu", "again"), make_report(ids)))
+    assert harness.free() == 1

@@ -22,7 +22,7 @@ from slotkeeper.jobs.store import Transition
 from tasks.retries import decide_end
 from tests.support import passes
 from tests.support.ends import end_in_order, hand_back
-from tests.support.stage import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Stage
+from tests.support.harness import DOWN, LEASE_MS, SECOND, SETTINGS, UP_AND_IDLE, Harness
 
 MAX_QUARANTINE_MS = SETTINGS.withhold_max_ms
 
@@ -31,123 +31,123 @@ def running_report(*job_ids: str) -> ServerReport:
     return ServerReport(True, len(job_ids), frozenset(job_ids))
 
 
-def apply_report(stage: Stage, report: ServerReport) -> int:
-    return passes.apply_reports(stage.dispatcher, {"gpu": report})
+def apply_report(harness: Harness, report: ServerReport) -> int:
+    return passes.apply_reports(harness.dispatcher, {"gpu": report})
 
 
-def rows(stage: Stage) -> list[tuple[str, str, str]]:
-    return [(row.job_id, row.slot, row.reason) for row in quarantine.list_all(stage.database)]
+def rows(harness: Harness) -> list[tuple[str, str, str]]:
+    return [(row.job_id, row.slot, row.reason) for row in quarantine.list_all(harness.database)]
 
 
 def give_up(
-    stage: Stage, active: ActiveRun, kind: OutcomeKind = OutcomeKind.RETRY, server_still_running: str = "timed_out"
+    harness: Harness, active: ActiveRun, kind: OutcomeKind = OutcomeKind.RETRY, server_still_running: str = "timed_out"
 ) -> State:
     """End a run that its server may continue, as the worker does, and return the new state of the job."""
-    moved = _end_while_server_runs(stage, active, kind, server_still_running)
+    moved = _end_while_server_runs(harness, active, kind, server_still_running)
     assert moved is not None
     return moved.to
 
 
 def _end_while_server_runs(
-    stage: Stage, active: ActiveRun, kind: OutcomeKind, server_still_running: str
+    harness: Harness, active: ActiveRun, kind: OutcomeKind, server_still_running: str
 ) -> Transition | None:
     config, outcome = (
-        stage.dispatcher.catalog.resolve("zimg").config,
+        harness.dispatcher.catalog.resolve("zimg").config,
         Outcome(kind, code=server_still_running, server_still_running=True),
     )
-    decision = decide(active.run, outcome, config, stage.dispatcher.settings, stage.now, canceling=True)
+    decision = decide(active.run, outcome, config, harness.dispatcher.settings, harness.now, canceling=True)
     decision = decision._replace(error=None)
-    return end_in_order(stage.dispatcher, active, decision).moved
+    return end_in_order(harness.dispatcher, active, decision).moved
 
 
 # -- ends of a run that its server continues -------------------------------------------------------------------
 
 
-def _timed_out(stage: Stage) -> tuple[str, State]:
-    job_id, active = stage.submit(id="one"), stage.start()
-    stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, active)
+def _timed_out(harness: Harness) -> tuple[str, State]:
+    job_id, active = harness.submit(id="one"), harness.start()
+    harness.later(MIN_AGE_MS)
+    return job_id, give_up(harness, active)
 
 
-def _not_confirmed(stage: Stage) -> tuple[str, State]:
-    job_id, active = stage.submit(id="one"), stage.start()
-    stage.dispatcher.cancel(job_id)
-    stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, active, OutcomeKind.CANCELED, "canceled")
+def _not_confirmed(harness: Harness) -> tuple[str, State]:
+    job_id, active = harness.submit(id="one"), harness.start()
+    harness.dispatcher.cancel(job_id)
+    harness.later(MIN_AGE_MS)
+    return job_id, give_up(harness, active, OutcomeKind.CANCELED, "canceled")
 
 
-def _server_away(stage: Stage) -> tuple[str, State]:
-    job_id, active = stage.submit(id="one"), stage.start()
-    stage.later(MIN_AGE_MS)
-    return job_id, give_up(stage, active, OutcomeKind.LOST, "server_lost")
+def _server_away(harness: Harness) -> tuple[str, State]:
+    job_id, active = harness.submit(id="one"), harness.start()
+    harness.later(MIN_AGE_MS)
+    return job_id, give_up(harness, active, OutcomeKind.LOST, "server_lost")
 
 
-def _overdue(stage: Stage) -> tuple[str, State]:
+def _overdue(harness: Harness) -> tuple[str, State]:
     """The worker has canceled the run at the server, which continues, and finds that the job has ended."""
-    job_id, active = stage.submit(id="one", ttl_s=5), stage.start()
-    stage.later(MIN_AGE_MS)
-    assert deadlines.expire_deadlines(stage.dispatcher) == 1
-    assert _end_while_server_runs(stage, active, OutcomeKind.CANCELED, "canceled") is None
+    job_id, active = harness.submit(id="one", ttl_s=5), harness.start()
+    harness.later(MIN_AGE_MS)
+    assert deadlines.expire_deadlines(harness.dispatcher) == 1
+    assert _end_while_server_runs(harness, active, OutcomeKind.CANCELED, "canceled") is None
     return job_id, State.EXPIRED
 
 
-def _overdue_and_dead(stage: Stage) -> tuple[str, State]:
-    job_id = stage.submit(id="one", ttl_s=5)
-    stage.start()
-    stage.later(MIN_AGE_MS)
-    assert deadlines.expire_deadlines(stage.dispatcher) == 1
-    passes.reap(stage.dispatcher)
+def _overdue_and_dead(harness: Harness) -> tuple[str, State]:
+    job_id = harness.submit(id="one", ttl_s=5)
+    harness.start()
+    harness.later(MIN_AGE_MS)
+    assert deadlines.expire_deadlines(harness.dispatcher) == 1
+    passes.reap(harness.dispatcher)
     return job_id, State.EXPIRED
 
 
-def _canceled_and_dead(stage: Stage) -> tuple[str, State]:
-    job_id = stage.submit(id="one")
-    stage.start()
-    stage.dispatcher.cancel(job_id)
-    stage.later(MIN_AGE_MS)
-    passes.reap(stage.dispatcher)
+def _canceled_and_dead(harness: Harness) -> tuple[str, State]:
+    job_id = harness.submit(id="one")
+    harness.start()
+    harness.dispatcher.cancel(job_id)
+    harness.later(MIN_AGE_MS)
+    passes.reap(harness.dispatcher)
     return job_id, State.CANCELED
 
 
-def _canceled_before_it_was_resumed(stage: Stage) -> tuple[str, State]:
-    job_id, active = stage.submit(id="one"), stage.start()
-    stage.remote(active)
-    stage.later(MIN_AGE_MS)
-    assert hand_back(stage.dispatcher, active)
-    stage.dispatcher.cancel(job_id)
-    stage.later(LEASE_MS + SECOND)
-    passes.reap(stage.dispatcher)
-    stage.told.offers.clear()
+def _canceled_before_it_was_resumed(harness: Harness) -> tuple[str, State]:
+    job_id, active = harness.submit(id="one"), harness.start()
+    harness.remote(active)
+    harness.later(MIN_AGE_MS)
+    assert hand_back(harness.dispatcher, active)
+    harness.dispatcher.cancel(job_id)
+    harness.later(LEASE_MS + SECOND)
+    passes.reap(harness.dispatcher)
+    harness.notifications.offers.clear()
     return job_id, State.CANCELED
 
 
-def test_the_time_limit_of_a_run_begins_after_the_wait_for_an_earlier_request(stage: Stage) -> None:
-    stage.register(max_poll_time=60)
-    stage.submit()
-    assert hand_back(stage.dispatcher, stage.start())
-    active = stage.start()
+def test_the_time_limit_of_a_run_begins_after_the_wait_for_an_earlier_request(harness: Harness) -> None:
+    harness.register(max_poll_time=60)
+    harness.submit()
+    assert hand_back(harness.dispatcher, harness.start())
+    active = harness.start()
     for ended, later_ms in ((0, 149 * SECOND), (1, SECOND)):
-        stage.later(later_ms)
-        assert stage.renewal(active) is Renewal.RENEWED
-        assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == ended
+        harness.later(later_ms)
+        assert harness.renewal(active) is Renewal.RENEWED
+        assert deadlines.end_overlong_runs(harness.dispatcher, decide_end) == ended
 
 
-def _hung(stage: Stage) -> tuple[str, State]:
+def _hung(harness: Harness) -> tuple[str, State]:
     """The worker renews the lease, but does not end the run."""
-    job_id = stage.submit(id="one")
-    active = stage.start()
-    stage.later(60 * SECOND + 29 * SECOND)
-    assert stage.renewal(active) is Renewal.RENEWED
-    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
-    stage.later(SECOND)
-    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 1
-    assert deadlines.end_overlong_runs(stage.dispatcher, decide_end) == 0
-    assert stage.renewal(active) is Renewal.LOST
-    assert deadlines.promote_due_jobs(stage.dispatcher) == 0  # The job waits for its retry delay.
+    job_id = harness.submit(id="one")
+    active = harness.start()
+    harness.later(60 * SECOND + 29 * SECOND)
+    assert harness.renewal(active) is Renewal.RENEWED
+    assert deadlines.end_overlong_runs(harness.dispatcher, decide_end) == 0
+    harness.later(SECOND)
+    assert deadlines.end_overlong_runs(harness.dispatcher, decide_end) == 1
+    assert deadlines.end_overlong_runs(harness.dispatcher, decide_end) == 0
+    assert harness.renewal(active) is Renewal.LOST
+    assert deadlines.promote_due_jobs(harness.dispatcher) == 0  # The job waits for its retry delay.
     return job_id, State.DELAYED
 
 
-ENDS: list[Callable[[Stage], tuple[str, State]]] = [
+ENDS: list[Callable[[Harness], tuple[str, State]]] = [
     _timed_out,
     _not_confirmed,
     _server_away,
@@ -161,185 +161,187 @@ each_end = pytest.mark.parametrize("end_run", [pytest.param(end, id=end.__name__
 
 
 @pytest.fixture
-def one_slot(stage: Stage) -> Stage:
-    stage.register(1, max_poll_time=60.0)
-    return stage
+def one_slot(harness: Harness) -> Harness:
+    harness.register(1, max_poll_time=60.0)
+    return harness
 
 
 @each_end
 def test_slot_1_a_slot_is_quarantined_until_its_servers_report_no_longer_shows_the_run(one_slot, end_run):
-    stage = one_slot
-    job_id, state = end_run(stage)
-    assert stage.state(job_id) is state
-    assert [row[:2] for row in rows(stage)] == [("one", "gpu-slot0")]
-    following = stage.submit()
+    harness = one_slot
+    job_id, state = end_run(harness)
+    assert harness.state(job_id) is state
+    assert [row[:2] for row in rows(harness)] == [("one", "gpu-slot0")]
+    following = harness.submit()
     for _ in range(5):
-        stage.later(LEASE_MS)
-        passes.reap(stage.dispatcher)
-        apply_report(stage, running_report("one"))
-        quarantined_slots.sync_leases(stage.dispatcher)
-        passes.reconcile(stage.dispatcher)
-        passes.sweep(stage.dispatcher)
-        assert following not in stage.offered(), "the server still runs the earlier job"
-        assert [lease.owner for lease, _ in stage.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
-    assert passes.find_violations(stage.dispatcher, {}) == set()
-    assert apply_report(stage, UP_AND_IDLE) == 1
-    assert rows(stage) == [] and {following, "one"} & set(stage.offered()), (
+        harness.later(LEASE_MS)
+        passes.reap(harness.dispatcher)
+        apply_report(harness, running_report("one"))
+        quarantined_slots.sync_leases(harness.dispatcher)
+        passes.reconcile(harness.dispatcher)
+        passes.sweep(harness.dispatcher)
+        assert following not in harness.offered(), "the server still runs the earlier job"
+        assert [lease.owner for lease, _ in harness.dispatcher.leases.list_all(["zimg"])["zimg"]] == [QUARANTINE_OWNER]
+    assert passes.find_violations(harness.dispatcher, {}) == set()
+    assert apply_report(harness, UP_AND_IDLE) == 1
+    assert rows(harness) == [] and {following, "one"} & set(harness.offered()), (
         "the slot is offered at once, not at the next sweep"
     )
 
 
 @each_end
 def test_an_emptied_redis_does_not_forget_what_drains(one_slot, end_run):
-    stage = one_slot
-    end_run(stage)
-    stage.submit()
-    stage.offered()
-    stage.lose_redis()
-    passes.sweep(stage.dispatcher)
-    assert stage.offered() == [] and stage.room.taken() == {"gpu-slot0": f"one~{stage.job('one').attempt}"}
-    apply_report(stage, running_report("one"))
-    assert stage.offered() == []
-    assert apply_report(stage, UP_AND_IDLE) == 1
-    assert len(stage.offered()) == 1
+    harness = one_slot
+    end_run(harness)
+    harness.submit()
+    harness.offered()
+    harness.lose_redis()
+    passes.sweep(harness.dispatcher)
+    assert harness.offered() == [] and harness.queue.taken() == {"gpu-slot0": f"one~{harness.job('one').attempt}"}
+    apply_report(harness, running_report("one"))
+    assert harness.offered() == []
+    assert apply_report(harness, UP_AND_IDLE) == 1
+    assert len(harness.offered()) == 1
 
 
 @each_end
 def test_a_slot_is_not_quarantined_for_longer_than_the_configured_time(one_slot, end_run):
-    stage = one_slot
-    end_run(stage)
-    stage.submit()
-    stage.offered()
-    (row,) = quarantine.list_all(stage.database)
+    harness = one_slot
+    end_run(harness)
+    harness.submit()
+    harness.offered()
+    (row,) = quarantine.list_all(harness.database)
     assert row.until_ms - row.since_ms == MAX_QUARANTINE_MS
-    stage.later(row.until_ms - 1 - stage.now)
-    apply_report(stage, running_report("one"))
-    passes.reap(stage.dispatcher)
-    assert len(rows(stage)) == 1
-    stage.later(LEASE_MS + SECOND)
-    passes.reap(stage.dispatcher)
-    passes.sweep(stage.dispatcher)
-    assert rows(stage) == [] and len(stage.offered()) == 1
+    harness.later(row.until_ms - 1 - harness.now)
+    apply_report(harness, running_report("one"))
+    passes.reap(harness.dispatcher)
+    assert len(rows(harness)) == 1
+    harness.later(LEASE_MS + SECOND)
+    passes.reap(harness.dispatcher)
+    passes.sweep(harness.dispatcher)
+    assert rows(harness) == [] and len(harness.offered()) == 1
 
 
 @pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
 def test_a_report_without_runs_or_counts_releases_no_slot(one_slot, report):
-    stage = one_slot
-    _timed_out(stage)
-    before = stage.room.dump()
-    assert apply_report(stage, report) == 0
-    assert stage.room.dump() == before and len(rows(stage)) == 1
+    harness = one_slot
+    _timed_out(harness)
+    before = harness.queue.dump()
+    assert apply_report(harness, report) == 0
+    assert harness.queue.dump() == before and len(rows(harness)) == 1
 
 
 _RUN_MS = 4 * SECOND
 _QUARANTINE_MS = 3 * _RUN_MS
 
 
-def _timed_out_where_runs_are_short(stage: Stage) -> None:
-    stage.submit()
-    active = stage.start()
-    stage.later(_RUN_MS)
-    stage.settle(active)
-    _timed_out(stage)
+def _timed_out_where_runs_are_short(harness: Harness) -> None:
+    harness.submit()
+    active = harness.start()
+    harness.later(_RUN_MS)
+    harness.settle(active)
+    _timed_out(harness)
 
 
 @pytest.mark.parametrize("report", [DOWN, ServerReport(True)], ids=["down", "says nothing"])
 def test_without_information_a_slot_is_quarantined_for_three_times_the_usual_duration_of_a_run(one_slot, report):
-    stage = one_slot
-    _timed_out_where_runs_are_short(stage)
-    apply_report(stage, report)
-    stage.later(_QUARANTINE_MS - 1)
-    quarantined_slots.sync_leases(stage.dispatcher)
-    assert len(rows(stage)) == 1
-    stage.later(1)
-    quarantined_slots.sync_leases(stage.dispatcher)
-    assert rows(stage) == []
+    harness = one_slot
+    _timed_out_where_runs_are_short(harness)
+    apply_report(harness, report)
+    harness.later(_QUARANTINE_MS - 1)
+    quarantined_slots.sync_leases(harness.dispatcher)
+    assert len(rows(harness)) == 1
+    harness.later(1)
+    quarantined_slots.sync_leases(harness.dispatcher)
+    assert rows(harness) == []
 
 
 @pytest.mark.parametrize("source", ["id", "count", "status"])
 def test_a_slot_stays_quarantined_while_its_server_reports_that_the_run_continues(one_slot, source):
-    stage = one_slot
-    _timed_out_where_runs_are_short(stage)
-    stage.later(_QUARANTINE_MS - SECOND)
+    harness = one_slot
+    _timed_out_where_runs_are_short(harness)
+    harness.later(_QUARANTINE_MS - SECOND)
     if source == "status":
-        passes.note_running(stage.dispatcher, quarantine.list_all(stage.database)[0])
-    apply_report(stage, {"id": running_report("one"), "count": ServerReport(True, 1)}.get(source, ServerReport(True)))
-    stage.later(2 * SECOND)
-    quarantined_slots.sync_leases(stage.dispatcher)
-    assert len(rows(stage)) == 1
+        passes.note_running(harness.dispatcher, quarantine.list_all(harness.database)[0])
+    apply_report(harness, {"id": running_report("one"), "count": ServerReport(True, 1)}.get(source, ServerReport(True)))
+    harness.later(2 * SECOND)
+    quarantined_slots.sync_leases(harness.dispatcher)
+    assert len(rows(harness)) == 1
 
 
 def test_a_result_from_the_server_frees_the_slot_of_a_job_that_has_already_ended(one_slot):
     """The deadline of the job passed before the result arrived."""
-    stage = one_slot
-    stage.submit(id="one", ttl_s=5)
-    active, following = stage.start(), stage.submit()
-    stage.later(5 * SECOND)
-    deadlines.expire_deadlines(stage.dispatcher)
-    assert stage.renewal(active) is Renewal.CANCEL and len(rows(stage)) == 1
-    assert stage.settle(active).moved is None
-    assert rows(stage) == [] and stage.offered() == [following]
+    harness = one_slot
+    harness.submit(id="one", ttl_s=5)
+    active, following = harness.start(), harness.submit()
+    harness.later(5 * SECOND)
+    deadlines.expire_deadlines(harness.dispatcher)
+    assert harness.renewal(active) is Renewal.CANCEL and len(rows(harness)) == 1
+    assert harness.settle(active).moved is None
+    assert rows(harness) == [] and harness.offered() == [following]
 
 
 def test_a_late_response_to_a_stale_worker_releases_the_slot(one_slot):
-    stage = one_slot
-    stage.submit(id="one", ttl_s=5)
-    active, following = stage.start(), stage.submit()
-    stage.later(5 * SECOND)
-    deadlines.expire_deadlines(stage.dispatcher)
-    passes.reap(stage.dispatcher)
-    assert stage.room.taken() == {"gpu-slot0": "one~1"}
-    assert stage.settle(active).moved is None
-    assert stage.offered() == [following]
+    harness = one_slot
+    harness.submit(id="one", ttl_s=5)
+    active, following = harness.start(), harness.submit()
+    harness.later(5 * SECOND)
+    deadlines.expire_deadlines(harness.dispatcher)
+    passes.reap(harness.dispatcher)
+    assert harness.queue.taken() == {"gpu-slot0": "one~1"}
+    assert harness.settle(active).moved is None
+    assert harness.offered() == [following]
 
 
-def test_the_retry_of_a_timed_out_job_may_run_at_the_same_time_as_its_earlier_run(stage):
-    stage.register(2)
-    stage.submit(id="one")
-    give_up(stage, stage.start())
-    stage.later(60 * SECOND)
-    assert deadlines.promote_due_jobs(stage.dispatcher) == 1
-    again = stage.start()
+def test_the_retry_of_a_timed_out_job_may_run_at_the_same_time_as_its_earlier_run(harness):
+    harness.register(2)
+    harness.submit(id="one")
+    give_up(harness, harness.start())
+    harness.later(60 * SECOND)
+    assert deadlines.promote_due_jobs(harness.dispatcher) == 1
+    again = harness.start()
     assert (again.run.job.id, again.run.attempt, again.lease.slot) == ("one", 2, "gpu-slot1")
-    stage.later(MIN_AGE_MS)
-    assert apply_report(stage, running_report("one.1", "one.2")) == 0 and stage.free() == 0, "neither run is foreign"
-    assert apply_report(stage, running_report("one.2")) == 1 and stage.free() == 1
-    assert stage.renewal(again) is Renewal.RENEWED
+    harness.later(MIN_AGE_MS)
+    assert apply_report(harness, running_report("one.1", "one.2")) == 0 and harness.free() == 0, (
+        "neither run is foreign"
+    )
+    assert apply_report(harness, running_report("one.2")) == 1 and harness.free() == 1
+    assert harness.renewal(again) is Renewal.RENEWED
 
 
-def test_a_run_in_a_quarantined_slot_does_not_occupy_a_second_slot(stage):
-    stage.register(3)
-    stage.submit(id="one")
-    active = stage.start()
-    stage.later(MIN_AGE_MS)
-    give_up(stage, active)
-    apply_report(stage, running_report("one"))
-    assert stage.free() == 2
+def test_a_run_in_a_quarantined_slot_does_not_occupy_a_second_slot(harness):
+    harness.register(3)
+    harness.submit(id="one")
+    active = harness.start()
+    harness.later(MIN_AGE_MS)
+    give_up(harness, active)
+    apply_report(harness, running_report("one"))
+    assert harness.free() == 2
 
 
-def test_a_quarantined_slot_counts_for_its_tenant(stage):
-    stage.register(2, policy="fair", tenant_slots=1)
-    stage.submit(id="one")
-    give_up(stage, stage.start(), OutcomeKind.CANCELED)
-    stage.submit()
-    assert stage.offered() == []
-    stage.later(MIN_AGE_MS)
-    apply_report(stage, UP_AND_IDLE)
-    assert len(stage.offered()) == 1
+def test_a_quarantined_slot_counts_for_its_tenant(harness):
+    harness.register(2, policy="fair", tenant_slots=1)
+    harness.submit(id="one")
+    give_up(harness, harness.start(), OutcomeKind.CANCELED)
+    harness.submit()
+    assert harness.offered() == []
+    harness.later(MIN_AGE_MS)
+    apply_report(harness, UP_AND_IDLE)
+    assert len(harness.offered()) == 1
 
 
 # -- servers that only count -----------------------------------------------------------------------------------
 
 
-def _count(stage: Stage, active: int) -> int:
-    return apply_report(stage, ServerReport(True, active))
+def _count(harness: Harness, active: int) -> int:
+    return apply_report(harness, ServerReport(True, active))
 
 
 def test_a_count_of_zero_releases_the_slot(one_slot):
-    stage = one_slot
-    _timed_out(stage)
-    assert _count(stage, 1) == 0
-    assert _count(stage, 0) == 1
+    harness = one_slot
+    _timed_out(harness)
+    assert _count(harness, 1) == 0
+    assert _count(harness, 0) == 1
 
 
 IDLE = ServerReport(True, is_idle=True)
@@ -350,136 +352,136 @@ def test_an_idle_server_of_one_slot_runs_nothing(one_slot):
     assert apply_report(one_slot, IDLE) == 1
 
 
-def test_an_idle_report_of_a_server_with_several_slots_releases_no_slot(stage):
-    stage.register(2)
-    _timed_out(stage)
+def test_an_idle_report_of_a_server_with_several_slots_releases_no_slot(harness):
+    harness.register(2)
+    _timed_out(harness)
     for _ in range(3):
-        assert apply_report(stage, IDLE) == 0
-        stage.later(4 * SECOND)
+        assert apply_report(harness, IDLE) == 0
+        harness.later(4 * SECOND)
 
 
-def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(stage):
+def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(harness):
     """Another run may have ended at the server, and its worker may not have received the result yet."""
-    stage.register(2, model_type="async", poll_interval=3.0)
-    stage.submit(id="one")
-    first = stage.start()
-    stage.submit(id="two")
-    second = stage.start()
-    stage.later(MIN_AGE_MS)
-    give_up(stage, first)
-    assert _count(stage, 2) == _count(stage, 1) == 0
-    stage.later(4 * SECOND)
-    assert _count(stage, 2) == 0, "the other run had ended"
+    harness.register(2, model_type="async", poll_interval=3.0)
+    harness.submit(id="one")
+    first = harness.start()
+    harness.submit(id="two")
+    second = harness.start()
+    harness.later(MIN_AGE_MS)
+    give_up(harness, first)
+    assert _count(harness, 2) == _count(harness, 1) == 0
+    harness.later(4 * SECOND)
+    assert _count(harness, 2) == 0, "the other run had ended"
     for _ in range(2):
-        assert _count(stage, 1) == 0
-        stage.later(4 * SECOND)
-    assert _count(stage, 1) == 1
-    assert stage.renewal(second) is not None and rows(stage) == []
+        assert _count(harness, 1) == 0
+        harness.later(4 * SECOND)
+    assert _count(harness, 1) == 1
+    assert harness.renewal(second) is not None and rows(harness) == []
 
 
 # -- servers that report the start of their process ------------------------------------------------------------
 
 
-def _report_process(stage: Stage, started: str, asked_ms: int | None = None) -> int:
-    return apply_report(stage, ServerReport(True, asked_ms=asked_ms, process_started=started))
+def _report_process(harness: Harness, started: str, asked_ms: int | None = None) -> int:
+    return apply_report(harness, ServerReport(True, asked_ms=asked_ms, process_started=started))
 
 
 def test_a_run_has_ended_if_its_process_was_reported_during_the_run_and_has_been_replaced(one_slot):
-    stage = one_slot
-    stage.submit(id="one")
-    active = stage.start()
-    stage.later(SECOND)
-    assert _report_process(stage, "first") == 0
-    give_up(stage, active)
-    stage.later(SECOND)
-    assert _report_process(stage, "second") == 1
+    harness = one_slot
+    harness.submit(id="one")
+    active = harness.start()
+    harness.later(SECOND)
+    assert _report_process(harness, "first") == 0
+    give_up(harness, active)
+    harness.later(SECOND)
+    assert _report_process(harness, "second") == 1
 
 
 def test_a_run_that_began_after_an_unseen_restart_keeps_its_slot(one_slot):
     """The last report before the run is of the old process, so the run may belong to the new process."""
-    stage = one_slot
-    assert _report_process(stage, "first") == 0
-    stage.later(SECOND)  # A new process starts, and maintenance reads no report meanwhile.
-    stage.submit(id="one")
-    active = stage.start()
-    stage.later(MIN_AGE_MS)
-    give_up(stage, active)
-    stage.later(SECOND)
-    assert _report_process(stage, "second") == 0
-    assert len(rows(stage)) == 1
+    harness = one_slot
+    assert _report_process(harness, "first") == 0
+    harness.later(SECOND)  # A new process starts, and maintenance reads no report meanwhile.
+    harness.submit(id="one")
+    active = harness.start()
+    harness.later(MIN_AGE_MS)
+    give_up(harness, active)
+    harness.later(SECOND)
+    assert _report_process(harness, "second") == 0
+    assert len(rows(harness)) == 1
 
 
 def test_a_late_report_of_the_earlier_process_does_not_count_as_a_new_process(one_slot):
-    stage = one_slot
+    harness = one_slot
     asked_ms = now_ms()
-    stage.later(SECOND)
-    stage.submit(id="one")
-    active = stage.start()
-    stage.later(MIN_AGE_MS)
-    give_up(stage, active)
-    assert _report_process(stage, "second") == 0
-    assert _report_process(stage, "first", asked_ms) == 0
-    assert _report_process(stage, "second") == 0
-    assert len(rows(stage)) == 1
+    harness.later(SECOND)
+    harness.submit(id="one")
+    active = harness.start()
+    harness.later(MIN_AGE_MS)
+    give_up(harness, active)
+    assert _report_process(harness, "second") == 0
+    assert _report_process(harness, "first", asked_ms) == 0
+    assert _report_process(harness, "second") == 0
+    assert len(rows(harness)) == 1
 
 
 # -- crashes between two writes --------------------------------------------------------------------------------
 
 
 def test_a_worker_that_dies_when_the_end_is_written_leaves_a_slot_that_drains(one_slot, monkeypatch):
-    stage = one_slot
-    stage.submit(id="one")
-    active = stage.start()
+    harness = one_slot
+    harness.submit(id="one")
+    active = harness.start()
     with monkeypatch.context() as crashing:
         crashing.setattr(RunSteps, "free", _crash)
         with pytest.raises(ZeroDivisionError):
-            give_up(stage, active)
-    stage.later(LEASE_MS)
-    passes.reap(stage.dispatcher)
-    assert stage.room.taken() == {"gpu-slot0": "one~1"}
+            give_up(harness, active)
+    harness.later(LEASE_MS)
+    passes.reap(harness.dispatcher)
+    assert harness.queue.taken() == {"gpu-slot0": "one~1"}
 
 
 def test_a_slot_whose_release_in_redis_failed_is_freed_by_the_next_check(one_slot, monkeypatch):
-    stage = one_slot
-    _timed_out(stage)
-    following = stage.submit()
+    harness = one_slot
+    _timed_out(harness)
+    following = harness.submit()
     with monkeypatch.context() as crashing:
         crashing.setattr(RunSteps, "free", _crash)
-        apply_report(stage, UP_AND_IDLE)
-    assert rows(stage) == [] and stage.room.taken() == {"gpu-slot0": "one~1"}
-    assert quarantined_slots.sync_leases(stage.dispatcher) == 1
-    assert stage.offered() == [following]
+        apply_report(harness, UP_AND_IDLE)
+    assert rows(harness) == [] and harness.queue.taken() == {"gpu-slot0": "one~1"}
+    assert quarantined_slots.sync_leases(harness.dispatcher) == 1
+    assert harness.offered() == [following]
 
 
 def test_a_lost_lease_of_a_quarantined_slot_is_written_again(one_slot):
     """A failover to an older replica has lost this lease, and the queue is open."""
-    stage = one_slot
-    _timed_out(stage)
-    stage.redis.delete(stage.room.key("leases:one~1"), stage.room.key("slots"), stage.room.key("leases"))
-    assert quarantined_slots.sync_leases(stage.dispatcher) == 1
-    assert quarantined_slots.sync_leases(stage.dispatcher) == 0
-    assert stage.room.taken() == {"gpu-slot0": "one~1"}
+    harness = one_slot
+    _timed_out(harness)
+    harness.redis.delete(harness.queue.key("leases:one~1"), harness.queue.key("slots"), harness.queue.key("leases"))
+    assert quarantined_slots.sync_leases(harness.dispatcher) == 1
+    assert quarantined_slots.sync_leases(harness.dispatcher) == 0
+    assert harness.queue.taken() == {"gpu-slot0": "one~1"}
 
 
 def test_maintenance_leaves_the_lease_of_a_worker_that_is_still_canceling_its_run(one_slot):
-    stage = one_slot
-    stage.submit(id="one", ttl_s=5)
-    active = stage.start()
-    stage.later(5 * SECOND)
-    deadlines.expire_deadlines(stage.dispatcher)
-    assert quarantined_slots.sync_leases(stage.dispatcher) == passes.restore_missed(stage.dispatcher) == 0
-    assert stage.renewal(active) is Renewal.CANCEL
+    harness = one_slot
+    harness.submit(id="one", ttl_s=5)
+    active = harness.start()
+    harness.later(5 * SECOND)
+    deadlines.expire_deadlines(harness.dispatcher)
+    assert quarantined_slots.sync_leases(harness.dispatcher) == passes.restore_missed(harness.dispatcher) == 0
+    assert harness.renewal(active) is Renewal.CANCEL
 
 
 def test_the_slot_of_a_job_that_is_requeued_to_be_resumed_is_not_quarantined(one_slot):
-    stage = one_slot
-    stage.submit(id="one")
-    stage.start()
-    stage.later(LEASE_MS)
-    passes.reap(stage.dispatcher)
-    assert rows(stage) == [] and stage.job("one").why is Reason.LEASE_EXPIRED
-    stage.settle(stage.start())
-    assert rows(stage) == [] and stage.free() == 1
+    harness = one_slot
+    harness.submit(id="one")
+    harness.start()
+    harness.later(LEASE_MS)
+    passes.reap(harness.dispatcher)
+    assert rows(harness) == [] and harness.job("one").why is Reason.LEASE_EXPIRED
+    harness.settle(harness.start())
+    assert rows(harness) == [] and harness.free() == 1
 
 
 def _crash(*_: object, **__: object) -> None:
@@ -490,10 +492,10 @@ def _crash(*_: object, **__: object) -> None:
 
 
 def test_the_status_of_a_waiting_job_names_the_quarantined_slot_but_no_job_of_another_tenant(one_slot):
-    stage = one_slot
-    _timed_out(stage)
-    jobs = {tenant: stage.submit(tenant=tenant) for tenant in ("default", "acme")}
-    statuses = {tenant: stage.explained(job_id) for tenant, job_id in jobs.items()}
+    harness = one_slot
+    _timed_out(harness)
+    jobs = {tenant: harness.submit(tenant=tenant) for tenant in ("default", "acme")}
+    statuses = {tenant: harness.explained(job_id) for tenant, job_id in jobs.items()}
     end = "timed out here at 2027-01-15T08:00:05Z, and its server may still run it"
     assert f"slot gpu-slot0 is withheld: job 'one' {end}" in statuses["default"]
     assert f"slot gpu-slot0 is withheld: another tenant's job {end}" in statuses["acme"]

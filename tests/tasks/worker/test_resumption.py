@@ -16,7 +16,7 @@ from tasks.worker.worker import Worker
 from tests.support import passes
 from tests.support.builders import eventually
 from tests.support.ends import free, hand_back
-from tests.support.stage import SECOND, Stage
+from tests.support.harness import SECOND, Harness
 from tests.tasks.worker.one_run import FakeServer, run
 from tools.cluster.direct_starts import begin_run
 
@@ -28,14 +28,14 @@ SILENT = Health(HealthKind.UP)
 
 
 @pytest.fixture
-def job_id(stage: Stage, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def job_id(harness: Harness, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a job whose first worker has sent its request and stopped; its server does not join repeated requests."""
     monkeypatch.setattr(server_call, "_HEALTH_PERIOD_S", 0.001)
     monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
-    stage.register()
-    submitted = stage.submit()
-    assert hand_back(stage.dispatcher, stage.start("w0"))
-    stage.later(1)
+    harness.register()
+    submitted = harness.submit()
+    assert hand_back(harness.dispatcher, harness.start("w0"))
+    harness.later(1)
     server.idempotent = False
     server.answers = [DONE]
     return submitted
@@ -55,21 +55,23 @@ def _set_reports(server: FakeServer, reports: Iterable[Health], before_last: Cal
     server.health = health  # type: ignore[method-assign]
 
 
-def test_a_request_is_not_sent_again_while_its_servers_health_names_the_job(stage, server, job_id) -> None:
+def test_a_request_is_not_sent_again_while_its_servers_health_names_the_job(harness, server, job_id) -> None:
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
     _set_reports(server, [named, named, gone])
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
-def test_a_request_is_not_sent_again_while_its_server_counts_a_run(stage, server, job_id) -> None:
+def test_a_request_is_not_sent_again_while_its_server_counts_a_run(harness, server, job_id) -> None:
     counts = [Health(HealthKind.UP, active_jobs=count, running_count=True) for count in (2, 1, 0)]
     _set_reports(server, counts)
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
-def test_a_report_is_ignored_until_the_server_can_have_counted_the_request(stage, server, job_id, monkeypatch) -> None:
+def test_a_report_is_ignored_until_the_server_can_have_counted_the_request(
+    harness, server, job_id, monkeypatch
+) -> None:
     monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 3600.0)
 
     def end_the_delay_at_the_third_report() -> None:
@@ -77,140 +79,140 @@ def test_a_report_is_ignored_until_the_server_can_have_counted_the_request(stage
             monkeypatch.setattr(run_health, "_REPORT_DELAY_S", 0.0)
 
     _set_reports(server, [Health(HealthKind.UP, job_ids=frozenset())], before_last=end_the_delay_at_the_third_report)
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "health", "health", "submit"]
 
 
 @pytest.mark.parametrize("source", ["description", "health"])
-def test_a_server_that_joins_repeated_requests_receives_one_at_once(stage, server, job_id, source: str) -> None:
+def test_a_server_that_joins_repeated_requests_receives_one_at_once(harness, server, job_id, source: str) -> None:
     if source == "health":
         server.idempotent, server.runs = True, frozenset({job_id})
     else:
         server.description = Description(submit=Submit(idempotent=True))
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == (["health", "submit"] if source == "health" else ["submit"])
 
 
 def test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_request_is_waited_for(
-    stage, server, job_id
+    harness, server, job_id
 ) -> None:
     """The usual duration of its runs does not shorten the wait, because this run may be an exception."""
-    stage.later(400 * SECOND)
+    harness.later(400 * SECOND)
     reported_at: list[int] = []
 
     def note_report() -> None:
-        reported_at.append(stage.now)
-        stage.later(50 * SECOND)
+        reported_at.append(harness.now)
+        harness.later(50 * SECOND)
 
     _set_reports(server, [SILENT], before_last=note_report)
-    job = run(stage)
+    job = run(harness)
     assert (job.state, job.crashes, job.failures) == (State.COMPLETED, 0, 0)
     assert len(reported_at) == 4 and server.asked.count("submit") == 1
 
 
-def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(stage, server, job_id) -> None:
-    stage.later(500 * SECOND)
-    offer = stage.told.offers[0]
-    assert hand_back(stage.dispatcher, stage.start("w1"))
-    assert stage.told.offers[0].slot == offer.slot
-    stage.later(101 * SECOND)
+def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(harness, server, job_id) -> None:
+    harness.later(500 * SECOND)
+    offer = harness.notifications.offers[0]
+    assert hand_back(harness.dispatcher, harness.start("w1"))
+    assert harness.notifications.offers[0].slot == offer.slot
+    harness.later(101 * SECOND)
     _set_reports(server, [SILENT])
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "submit"]
 
 
-def test_a_run_that_was_sent_again_counts_its_time_from_then(stage, server, worker, job_id) -> None:
-    stage.later(601 * SECOND)
+def test_a_run_that_was_sent_again_counts_its_time_from_then(harness, server, worker, job_id) -> None:
+    harness.later(601 * SECOND)
     _set_reports(server, [SILENT])
-    run(stage)
-    assert stage.job(job_id).sent_ms == stage.now
+    run(harness)
+    assert harness.job(job_id).sent_ms == harness.now
 
 
 @pytest.mark.parametrize("slot", [None, "gpu-slot0"])
-def test_an_operator_ends_the_wait(stage, server, job_id, slot) -> None:
+def test_an_operator_ends_the_wait(harness, server, job_id, slot) -> None:
     """The wait ends even if the server's health still shows the job, because the operator may know more."""
     named = Health(HealthKind.UP, job_ids=frozenset({job_id}))
-    _set_reports(server, [named, named], before_last=lambda: earlier_requests.release(stage.database, "gpu", slot))
-    assert run(stage).state is State.COMPLETED
+    _set_reports(server, [named, named], before_last=lambda: earlier_requests.release(harness.database, "gpu", slot))
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "health", "submit"]
 
 
-def test_a_cancel_that_comes_before_the_request_is_sent_prevents_it(stage, server, worker, job_id) -> None:
+def test_a_cancel_that_comes_before_the_request_is_sent_prevents_it(harness, server, worker, job_id) -> None:
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
     _set_reports(server, [named, gone], before_last=lambda: worker.heartbeat.watches()[0].request_cancel())
-    assert run(stage).state is State.CANCELED
+    assert run(harness).state is State.CANCELED
     assert "submit" not in server.asked
 
 
-def _two_runs(stage: Stage) -> list[str]:
+def _two_runs(harness: Harness) -> list[str]:
     """Return two jobs of a server with two slots whose workers have sent their requests and stopped in turn."""
-    stage.register(2, server="pair", model="flux")
-    jobs = [stage.submit("flux"), stage.submit("flux")]
-    stage.told.offers[:] = [offer for offer in stage.told.offers if offer.model == "flux"]
+    harness.register(2, server="pair", model="flux")
+    jobs = [harness.submit("flux"), harness.submit("flux")]
+    harness.notifications.offers[:] = [offer for offer in harness.notifications.offers if offer.model == "flux"]
     for n in range(2):
-        assert hand_back(stage.dispatcher, stage.start(f"w{n}"))
-        stage.later(10)
+        assert hand_back(harness.dispatcher, harness.start(f"w{n}"))
+        harness.later(10)
     return jobs
 
 
-def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(stage, job_id) -> None:
-    first, second = _two_runs(stage)
-    offers = [offer for offer in stage.told.offers if offer.model == "flux"]
-    assert all(begin_run(stage.dispatcher, offer, "w9") for offer in offers)
+def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(harness, job_id) -> None:
+    first, second = _two_runs(harness)
+    offers = [offer for offer in harness.notifications.offers if offer.model == "flux"]
+    assert all(begin_run(harness.dispatcher, offer, "w9") for offer in offers)
 
     def is_over(job: str, active: int) -> bool:
-        request = earlier_requests.find(stage.database, "pair", job)
+        request = earlier_requests.find(harness.database, "pair", job)
         return request is not None and request.is_over_by_count(active)
 
     assert [is_over(job, 2) for job in (first, second)] == [False, False]
     assert [is_over(job, 1) for job in (first, second)] == [True, False]
     assert [is_over(job, 0) for job in (first, second)] == [True, True]
-    stage.later(1)
-    assert stage.database.commit(stage.store.sent_write(first, stage.job(first).attempt, stage.now))
+    harness.later(1)
+    assert harness.database.commit(harness.store.sent_write(first, harness.job(first).attempt, harness.now))
     assert [is_over(job, 2) for job in (first, second)] == [False, False], "the first was sent again"
     assert is_over(second, 1)
 
 
-def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(stage, server, job_id, monkeypatch) -> None:
+def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(harness, server, job_id, monkeypatch) -> None:
     monkeypatch.setattr(run_health, "_FEW_RUNS_S", 0.05)
-    stage.register(2, poll_interval=0.001)
-    stage.submit()
-    assert begin_run(stage.dispatcher, stage.told.offers.pop(), "w9") is not None
+    harness.register(2, poll_interval=0.001)
+    harness.submit()
+    assert begin_run(harness.dispatcher, harness.notifications.offers.pop(), "w9") is not None
     one, two = (Health(HealthKind.UP, active_jobs=count, running_count=True) for count in (1, 2))
     _set_reports(server, [two, one, two, one])
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked.count("health") > 4 and server.asked.count("submit") == 1
 
 
 @pytest.mark.parametrize("ends, payload", [(True, {}), ("stream", {"stream": True})])
-def test_a_server_that_ends_runs_on_disconnect_has_ended_it_with_its_worker(stage, server, job_id, ends, payload):
+def test_a_server_that_ends_runs_on_disconnect_has_ended_it_with_its_worker(harness, server, job_id, ends, payload):
     server.description = Description(submit=Submit(ends_on_disconnect=ends))
     assert server.description.ends_on_disconnect(payload)
     assert not Description(submit=Submit(ends_on_disconnect="stream")).ends_on_disconnect({"stream": False})
     if ends is True:
         _set_reports(server, [SILENT])
-        assert run(stage).state is State.COMPLETED
+        assert run(harness).state is State.COMPLETED
         assert server.asked == ["health", "submit"]
 
 
-def test_the_wait_for_an_earlier_request_does_not_count_as_run_time(stage, server, job_id) -> None:
-    stage.register(model_type="async", max_poll_time=1, poll_interval=0.01)
-    _set_reports(server, [SILENT], before_last=lambda: "submit" in server.asked or stage.later(2 * SECOND))
+def test_the_wait_for_an_earlier_request_does_not_count_as_run_time(harness, server, job_id) -> None:
+    harness.register(model_type="async", max_poll_time=1, poll_interval=0.01)
+    _set_reports(server, [SILENT], before_last=lambda: "submit" in server.asked or harness.later(2 * SECOND))
     server.answers = [PENDING, PENDING, DONE]
-    job = run(stage)
+    job = run(harness)
     assert (job.state, job.failures, job.crashes) == (State.COMPLETED, 0, 0)
     assert server.asked.count("submit") == 1
 
 
-def test_a_request_is_sent_again_when_the_process_of_the_earlier_one_has_ended(stage, server, job_id) -> None:
+def test_a_request_is_sent_again_when_the_process_of_the_earlier_one_has_ended(harness, server, job_id) -> None:
     server.has_ended = True
     _set_reports(server, [Health(HealthKind.DOWN)])
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
     assert server.asked == ["health", "submit"]
 
 
 @pytest.mark.parametrize("names_job", [False, True])
-def test_a_worker_reports_what_a_resumed_run_waits_for(stage, server, worker, job_id, names_job: bool) -> None:
+def test_a_worker_reports_what_a_resumed_run_waits_for(harness, server, worker, job_id, names_job: bool) -> None:
     health = Health(HealthKind.UP, job_ids=frozenset({job_id})) if names_job else SILENT
     sentences: list[str] = []
 
@@ -222,24 +224,24 @@ def test_a_worker_reports_what_a_resumed_run_waits_for(stage, server, worker, jo
             worker.heartbeat.stop_all()
 
     _set_reports(server, [health, health], before_last=note_sentence)
-    run(stage)
+    run(harness)
     assert "sent again when the server's health no longer shows the job" in sentences[0]
     assert ("or in 600 s." in sentences[0]) is not names_job
     assert worker.awaits == {}
 
 
 def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_has_sent_nothing(
-    stage, server, worker, job_id
+    harness, server, worker, job_id
 ) -> None:
     _set_reports(server, [SILENT, SILENT], before_last=worker.heartbeat.stop_all)
-    job = run(stage)
+    job = run(harness)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0)
-    assert "submit" not in server.asked and len(stage.told.offers) == 1
+    assert "submit" not in server.asked and len(harness.notifications.offers) == 1
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_a_resumed_job_whose_slot_is_another_jobs_waits_in_its_lane(
-    stage, server, worker, job_id, is_joined, monkeypatch
+    harness, server, worker, job_id, is_joined, monkeypatch
 ) -> None:
     """If it were offered in the same slot, it would be claimed and handed back again without end."""
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
@@ -247,62 +249,64 @@ def test_a_resumed_job_whose_slot_is_another_jobs_waits_in_its_lane(
     _set_reports(server, [named, gone])
 
     def lose_the_slot(point: str) -> None:
-        if point == "start_committed" and not stage.room.waiting():
+        if point == "start_committed" and not harness.queue.waiting():
             (watch,) = worker.heartbeat.watches()
-            free(stage.dispatcher, watch.lease, return_to_lane=False)
-            stage.submit()
-            stage.start("w2")
-            assert passes.restore_missing(stage) == 1
+            free(harness.dispatcher, watch.lease, return_to_lane=False)
+            harness.submit()
+            harness.start("w2")
+            assert passes.restore_missing(harness) == 1
 
     monkeypatch.setattr(executor, "crash_at", lose_the_slot)
-    job = run(stage)
+    job = run(harness)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.HANDED_BACK, 0)
     assert server.asked == ["health", "health"]
-    assert list(stage.room.waiting()) == [job_id] and stage.told.offers == []
+    assert list(harness.queue.waiting()) == [job_id] and harness.notifications.offers == []
 
 
-def test_a_job_that_is_canceled_while_it_waits_ends_and_its_slot_is_quarantined(stage, server, worker, job_id) -> None:
+def test_a_job_that_is_canceled_while_it_waits_ends_and_its_slot_is_quarantined(
+    harness, server, worker, job_id
+) -> None:
     def cancel() -> None:
-        stage.dispatcher.cancel(job_id)
+        harness.dispatcher.cancel(job_id)
         for watch in worker.heartbeat.watches():
             watch.request_cancel()
 
     _set_reports(server, [SILENT, SILENT], before_last=cancel)
-    assert run(stage).state is State.CANCELED
+    assert run(harness).state is State.CANCELED
     assert "submit" not in server.asked
-    assert [row.job_id for row in quarantine.list_all(stage.database)] == [job_id]
+    assert [row.job_id for row in quarantine.list_all(harness.database)] == [job_id]
 
 
 # -- a worker that has received the signal to stop -----------------------------------------------------------------
 
 
-def test_a_run_with_an_id_at_its_server_is_handed_over_at_once(stage, server, worker, monkeypatch) -> None:
-    stage.register(model_type="async", poll_interval=0.001)
-    stage.submit()
+def test_a_run_with_an_id_at_its_server_is_handed_over_at_once(harness, server, worker, monkeypatch) -> None:
+    harness.register(model_type="async", poll_interval=0.001)
+    harness.submit()
     server.answers = [PENDING, *[PENDING] * 1000]
     server.during = worker.drain
-    job = run(stage)
+    job = run(harness)
     assert (job.state, job.why, job.crashes, job.remote_id) == (State.QUEUED, Reason.HANDED_BACK, 0, "r-1")
 
 
-def test_a_stopping_worker_does_not_resume_a_job_that_it_has_handed_over(stage, server, worker) -> None:
-    stage.register()
-    job_id = stage.submit()
+def test_a_stopping_worker_does_not_resume_a_job_that_it_has_handed_over(harness, server, worker) -> None:
+    harness.register()
+    job_id = harness.submit()
     worker.drain()
-    assert run(stage).state is State.QUEUED
-    assert (server.asked, stage.job(job_id).attempt) == ([], 0)
+    assert run(harness).state is State.QUEUED
+    assert (server.asked, harness.job(job_id).attempt) == ([], 0)
 
 
-def test_a_run_that_cannot_be_resumed_has_the_grace_time(stage, server, worker) -> None:
-    stage.register()
-    stage.submit()
+def test_a_run_that_cannot_be_resumed_has_the_grace_time(harness, server, worker) -> None:
+    harness.register()
+    harness.submit()
     server.answers = [DONE]
     server.during = worker.drain
-    assert run(stage).state is State.COMPLETED
+    assert run(harness).state is State.COMPLETED
 
 
-def test_redis_lists_a_stopping_worker_until_it_has_ended(stage, server, worker) -> None:
-    scripts = stage.dispatcher.leases.scripts
+def test_redis_lists_a_stopping_worker_until_it_has_ended(harness, server, worker) -> None:
+    scripts = harness.dispatcher.leases.scripts
     assert not is_stopping(scripts, worker.owner)
     worker.drain()
     assert is_stopping(scripts, worker.owner)

@@ -19,7 +19,7 @@ from slotkeeper.process_locks import ProcessLocks
 from tasks.worker.concurrency import TakenOffer
 from tasks.worker.worker import Worker
 from tests.support.builders import eventually
-from tests.support.stage import SECOND, Stage
+from tests.support.harness import SECOND, Harness
 from tests.tasks.worker.start_only import (
     CompletingWorker,
     StartOnlyWorker,
@@ -36,42 +36,44 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def worker(stage: Stage) -> Iterator[StartOnlyWorker]:
-    yield from make_worker(StartOnlyWorker, stage)
+def worker(harness: Harness) -> Iterator[StartOnlyWorker]:
+    yield from make_worker(StartOnlyWorker, harness)
 
 
 @pytest.fixture
-def completing_worker(stage: Stage) -> Iterator[CompletingWorker]:
-    yield from make_worker(CompletingWorker, stage, capacity=1)
+def completing_worker(harness: Harness) -> Iterator[CompletingWorker]:
+    yield from make_worker(CompletingWorker, harness, capacity=1)
 
 
 # -- a worker that stops ---------------------------------------------------------------------------------------
 
 
 @sqlite
-def test_a_stopping_worker_does_not_start_a_job_that_it_was_just_offered(stage: Stage, worker: StartOnlyWorker) -> None:
-    stage.register()
-    second = [stage.submit() for _ in range(2)][1]
-    active = worker.start_newest(stage)
-    following = stage.settle(active, claimant=worker.concurrency.claimant).next
+def test_a_stopping_worker_does_not_start_a_job_that_it_was_just_offered(
+    harness: Harness, worker: StartOnlyWorker
+) -> None:
+    harness.register()
+    second = [harness.submit() for _ in range(2)][1]
+    active = worker.start_newest(harness)
+    following = harness.settle(active, claimant=worker.concurrency.claimant).next
     assert following is not None and following.job_id == second
     worker.consumer = None
 
     worker.executor.run_claimed_offer(following)
     assert worker.worker_loop.wait_until_idle(60)
 
-    assert (stage.state(second), stage.job(second).attempt) == (State.QUEUED, 0)
-    assert stage.offered() == [second], "the job is offered to another worker"
+    assert (harness.state(second), harness.job(second).attempt) == (State.QUEUED, 0)
+    assert harness.offered() == [second], "the job is offered to another worker"
 
 
 @sqlite
 def test_a_worker_whose_pool_stops_for_any_reason_claims_no_further_job(
-    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Celery reports a stop by signal, but not a stop by remote control nor a consumer that gives up."""
     monkeypatch.setenv("SLOTKEEPER_GRACE_S", "0")
-    stage.register()
-    stage.submit()
+    harness.register()
+    harness.submit()
     watch = worker.heartbeat.add(Lease("zimg", "one", "lease", worker.owner, "gpu-slot0"))
     worker.poll()
     with monkeypatch.context() as patch:
@@ -83,7 +85,7 @@ def test_a_worker_whose_pool_stops_for_any_reason_claims_no_further_job(
 
 
 @sqlite
-def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stage, worker: StartOnlyWorker) -> None:
+def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(harness: Harness, worker: StartOnlyWorker) -> None:
     """The consumer was still connecting when the worker received the signal to stop."""
     worker.drain()
     worker.start_consuming(SimpleNamespace(hostname="worker@host"))
@@ -92,7 +94,7 @@ def test_a_consumer_that_starts_when_draining_has_begun_gets_no_jobs(stage: Stag
 
 @sqlite
 def test_a_second_stop_signal_does_not_start_the_grace_time_again(
-    stage: Stage, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[str] = []
     monkeypatch.setattr(worker.poller, "end", lambda: ends.append("ended"))
@@ -102,21 +104,21 @@ def test_a_second_stop_signal_does_not_start_the_grace_time_again(
 
 
 @sqlite
-def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(stage: Stage, worker: StartOnlyWorker) -> None:
+def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(harness: Harness, worker: StartOnlyWorker) -> None:
     """The worker had read its message before it stopped its other runs."""
-    stage.register()
-    stage.submit()
+    harness.register()
+    harness.submit()
     worker.stop_runs()
-    assert worker.start(stage.told.offers.pop()) is not None
+    assert worker.start(harness.notifications.offers.pop()) is not None
     assert [run.watch.stop for run in worker.started] == [True]
 
 
 @sqlite
-def test_a_worker_that_stops_has_no_capacity(stage: Stage, worker: StartOnlyWorker) -> None:
+def test_a_worker_that_stops_has_no_capacity(harness: Harness, worker: StartOnlyWorker) -> None:
     worker.poll()
-    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 3
+    assert WorkerCapacity(harness.dispatcher.queues.scripts).total() == 3
     worker.drain()
-    assert WorkerCapacity(stage.dispatcher.queues.scripts).total() == 0 and worker.concurrency.claimant == ""
+    assert WorkerCapacity(harness.dispatcher.queues.scripts).total() == 0 and worker.concurrency.claimant == ""
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------
@@ -126,46 +128,46 @@ def test_a_worker_that_stops_has_no_capacity(stage: Stage, worker: StartOnlyWork
 @pytest.mark.parametrize(("late_ms", "state"), [(-1, None), (0, State.EXPIRED)])
 @sqlite
 def test_a_run_that_went_wrong_after_its_deadline_is_not_tried_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: OutcomeKind, late_ms: int, state: State | None
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: OutcomeKind, late_ms: int, state: State | None
 ) -> None:
-    stage.register()
-    job_id = stage.submit(ttl_s=60)
-    active = stage.start()
-    stage.later(60 * SECOND + late_ms)
-    settled = stage.settle(active, kind)
+    harness.register()
+    job_id = harness.submit(ttl_s=60)
+    active = harness.start()
+    harness.later(60 * SECOND + late_ms)
+    settled = harness.settle(active, kind)
     assert settled.moved is not None
     if state is None:
-        assert stage.state(job_id) in (State.QUEUED, State.DELAYED)
+        assert harness.state(job_id) in (State.QUEUED, State.DELAYED)
     else:
-        assert (stage.state(job_id), stage.job(job_id).why) == (state, Reason.DEADLINE_PASSED)
+        assert (harness.state(job_id), harness.job(job_id).why) == (state, Reason.DEADLINE_PASSED)
 
 
 @sqlite
 def test_a_result_that_arrives_after_the_deadline_completes_the_job(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.register()
-    job_id = stage.submit(ttl_s=60)
-    active = stage.start()
-    stage.later(61 * SECOND)
-    stage.settle(active)
-    assert stage.state(job_id) is State.COMPLETED
+    harness.register()
+    job_id = harness.submit(ttl_s=60)
+    active = harness.start()
+    harness.later(61 * SECOND)
+    harness.settle(active)
+    assert harness.state(job_id) is State.COMPLETED
 
 
 # -- process locks ---------------------------------------------------------------------------------------------
 
 
-def _worker_with_process_lock(stage: Stage, folder: Path) -> Worker:
+def _worker_with_process_lock(harness: Harness, folder: Path) -> Worker:
     (folder / "record.db").touch()
-    scripts, locks = stage.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
-    return Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
+    scripts, locks = harness.dispatcher.leases.scripts, ProcessLocks(folder / "workers")
+    return Worker(harness.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
 
 
 @sqlite
 def test_a_worker_that_ends_in_order_removes_its_process_lock(
-    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
+    harness: Harness, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
-    other = _worker_with_process_lock(stage, tmp_path)
+    other = _worker_with_process_lock(harness, tmp_path)
     assert [unquote(file.name) for file in (tmp_path / "workers").iterdir()] == [other.owner]
     other.close()
     assert list((tmp_path / "workers").iterdir()) == []
@@ -173,9 +175,9 @@ def test_a_worker_that_ends_in_order_removes_its_process_lock(
 
 @sqlite
 def test_a_worker_that_ends_during_a_run_counts_as_dead_after_its_process_has_ended(
-    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
+    harness: Harness, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
-    other = _worker_with_process_lock(stage, tmp_path)
+    other = _worker_with_process_lock(harness, tmp_path)
     other.concurrency.add(TakenOffer(Offer("zimg", "job", "lease", "gpu-slot0", "gpu", "zimg", 1)))
     other.close()
     locks = ProcessLocks(tmp_path / "workers")
@@ -188,10 +190,10 @@ def test_a_worker_that_ends_during_a_run_counts_as_dead_after_its_process_has_en
 
 @sqlite
 def test_a_worker_that_cannot_create_its_process_lock_logs_that_and_starts(
-    stage: Stage, worker: StartOnlyWorker, tmp_path: Path
+    harness: Harness, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
-    scripts, locks = stage.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
+    scripts, locks = harness.dispatcher.leases.scripts, ProcessLocks(tmp_path / "none" / "workers")
     with capture_logs() as lines:
-        other = Worker(stage.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
+        other = Worker(harness.dispatcher, WorkerCapacity(scripts), ProgressCommands(scripts), 1, process_locks=locks)
     assert [line["event"] for line in lines] == ["end_not_provable"]
     other.close()

@@ -9,7 +9,7 @@ import pytest
 
 from slotkeeper.registry import policies
 from slotkeeper.registry.policies import Policy
-from tests.support.room import FRAGMENTS
+from tests.support.fleet_queue import FRAGMENTS
 
 ROWS = (
     Policy("doubling", "as aging, each step worth twice the last", lambda at, step_s: (2**at - 2) * step_s, ""),

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.support.town import Town
+from tests.support.cluster import Cluster
 from tests.system.engines.canvas.contract import CONTRACT, add_tasks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")
-def celery_config(town: Town) -> dict[str, Any]:
+def celery_config(cluster: Cluster) -> dict[str, Any]:
     """The application uses the broker of Slotkeeper's workers, with a separate queue."""
-    assert town.stack.valkey is not None
+    assert cluster.stack.valkey is not None
     return {
-        "broker_url": town.stack.valkey.url,
-        "result_backend": town.stack.valkey.url,
+        "broker_url": cluster.stack.valkey.url,
+        "result_backend": cluster.stack.valkey.url,
         "task_default_queue": "theirs",
     }
 
@@ -39,10 +39,10 @@ def theirs(celery_app: Celery) -> Celery:
 
 @pytest.mark.parametrize("composed", CONTRACT, ids=lambda composition: composition.__name__)
 def test_an_application_composes_jobs_with_its_own_tasks(
-    town: Town,
+    cluster: Cluster,
     theirs: Celery,
     celery_worker: Any,
     composed: Callable[[Celery, str], None],
 ) -> None:
-    town.crew(1)
-    composed(theirs, town.model(2))
+    cluster.ensure_workers(1)
+    composed(theirs, cluster.model(2))

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
 
-from tests.support.town import started_town
+from tests.support.cluster import started_cluster
 from tests.system.engines.canvas.contract import CONTRACT, add_tasks
 
 
@@ -67,8 +67,8 @@ def test_an_application_composes_jobs_with_its_own_tasks(
     add_tasks(app)
     env = {"SLOTKEEPER_BROKER_URL": app.conf.broker_url, "SLOTKEEPER_RESULT_URL": app.conf.result_backend}
     with (
-        started_town(tmp_path, **env) as town,
+        started_cluster(tmp_path, **env) as cluster,
         start_worker(app, queues=("theirs",), perform_ping_check=False),
     ):
-        town.crew(1)
-        composed(app, town.model(2))
+        cluster.ensure_workers(1)
+        composed(app, cluster.model(2))

@@ -8,7 +8,7 @@ from slotkeeper.outbox.subscriptions import get_cursor
 from slotkeeper.outbox.tables import receivers
 
 
-def untold_events(database: Database) -> int:
+def count_unread_events(database: Database) -> int:
     """Return how many events have no message yet for enabled receivers; 0: none, or there is no receiver."""
     follows = (receivers.c.state == "enabled") & receivers.c.behind.is_(None)
     with database.read() as connection:

@@ -41,8 +41,8 @@ from slotkeeper.registry.usage import SlotTimes
 from tests.support.builders import T0, a_submission
 from tests.support.clock import set_clock
 from tests.support.ends import Settled, decided, end_in_order
+from tests.support.fleet_queue import FRAGMENTS, FleetQueue
 from tests.support.held_leases import hold
-from tests.support.room import FRAGMENTS, Room
 from tools.cluster.direct_starts import begin_run, store_remote_id
 
 SETTINGS = RoutingSettings.model_construct(**{n: f.default for n, f in RoutingSettings.model_fields.items()})
@@ -75,16 +75,16 @@ class Recorder:
         self.slots_taken_at_end.append(self.count_taken())
 
 
-class Stage:
+class Harness:
     """A dispatcher with its database, catalog and Redis."""
 
     def __init__(self, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
         self.database, self.redis = database, redis
         self.store, self.catalog = JobStore(database), Catalog(database)
-        self.told = Recorder()
-        self.room = Room(redis)
+        self.notifications = Recorder()
+        self.queue = FleetQueue(redis)
         self.dispatcher = self.a_dispatcher(redis)
-        self.told.count_taken = lambda: self.dispatcher.fleets.counts(["zimg"])["zimg"].taken
+        self.notifications.count_taken = lambda: self.dispatcher.fleets.counts(["zimg"])["zimg"].taken
         self.postponed: OnPostponed | None = None
         self._names = iter(f"j{n}" for n in range(10_000))
         self.set_clock(T0)
@@ -103,7 +103,7 @@ class Stage:
             fleets=Fleets(scripts, SETTINGS),
             admission=Admission(queues, SETTINGS, SlotTimes(self.database, refresh_s=0)),
             settings=SETTINGS,
-            notifier=self.told,
+            notifier=self.notifications,
             check_url=lambda url: None if url.startswith("https://") else "callback_url must be https",
         )
 
@@ -168,7 +168,7 @@ class Stage:
 
     def start(self, owner: str = "w1") -> ActiveRun:
         """Start the job of the oldest wake-up."""
-        task = begin_run(self.dispatcher, self.told.offers.pop(0), owner)
+        task = begin_run(self.dispatcher, self.notifications.offers.pop(0), owner)
         assert task is not None
         return task
 
@@ -202,7 +202,7 @@ class Stage:
 
     def offered(self) -> list[str]:
         """Return the jobs of the published wake-ups, and forget these."""
-        found, self.told.offers[:] = [offer.job_id for offer in self.told.offers], []
+        found, self.notifications.offers[:] = [offer.job_id for offer in self.notifications.offers], []
         return found
 
     def renewal(self, task: ActiveRun) -> Renewal:
@@ -214,7 +214,7 @@ class Stage:
     def run_all(self) -> list[str]:
         """Let one worker run all jobs, one after another, and return them in the order of their starts."""
         started = []
-        while self.told.offers or self._find():
+        while self.notifications.offers or self._find():
             task = self.start()
             started.append(task.run.job.id)
             self.settle(task)
@@ -223,5 +223,5 @@ class Stage:
     def _find(self) -> bool:
         """Offer jobs for which there was no wake-up, as the worker's polling does."""
         found = [offer for fleet in FLEETS for offer in self.dispatcher.queues.offer(fleet, 1, claimant="w1")]
-        self.told.offers += found
+        self.notifications.offers += found
         return bool(found)

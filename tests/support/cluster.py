@@ -1,6 +1,6 @@
 """A cluster of real processes with short leases, for tests that break some of them.
 
-All tests share one, the fixture `town`.  It has beat, maintenance and the API; each test starts the workers that it
+All tests share one, the fixture `cluster`.  It has beat, maintenance and the API; each test starts the workers that it
 needs, and registers a separate model.
 """
 
@@ -48,37 +48,37 @@ def _key(fleet: str, name: str) -> str:
     return Keys("slotkeeper").fleet_keys(fleet)[FLEET_KEYS.index(name)]
 
 
-class Town:
+class Cluster:
     """Real processes.  Tests send requests to the API, and read the database and the servers' journals."""
 
     def __init__(self, stack: Stack, record_url: str) -> None:
         self.stack, self.api = stack, HttpApi(stack)
         self.servers: dict[str, RefServer] = {}
         self.store = JobStore(Database(record_url))
-        self._crew: list[Process] = []
+        self._workers: list[Process] = []
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def crew(self, count: int = 1) -> list[Process]:
+    def ensure_workers(self, count: int = 1) -> list[Process]:
         """Return exactly so many ready workers; running ones are used again."""
-        self._crew = [worker for worker in self._crew if worker.popen.poll() is None]
-        while len(self._crew) > count:
-            self._crew.pop().kill()
-        while len(self._crew) < count:
-            self.hire()
-        return list(self._crew)
+        self._workers = [worker for worker in self._workers if worker.popen.poll() is None]
+        while len(self._workers) > count:
+            self._workers.pop().kill()
+        while len(self._workers) < count:
+            self.start_worker()
+        return list(self._workers)
 
-    def hire(self, **env: str) -> Process:
+    def start_worker(self, **env: str) -> Process:
         """Start one more worker with these settings, and wait until it is ready."""
-        (worker,) = self.hire_all(1, **env)
+        (worker,) = self.start_workers(1, **env)
         return worker
 
-    def hire_all(self, count: int, **env: str) -> list[Process]:
+    def start_workers(self, count: int, **env: str) -> list[Process]:
         before = self.stack.env
         self.stack.env = before | env
         hired = [self.stack.worker(f"worker{next(_numbers)}", threads=8) for _ in range(count)]
         self.stack.env = before
-        self._crew += hired
+        self._workers += hired
         for worker in hired:
             ready(worker)
         return hired
@@ -163,7 +163,7 @@ class Town:
         return sorted((json.loads(line) for line in lines), key=lambda run: run["started_ns"])
 
     @contextmanager
-    def nobody_reaps(self) -> Iterator[None]:
+    def maintenance_stopped(self) -> Iterator[None]:
         """Stop maintenance during the block, so that it repairs nothing before the test has set up all."""
         freeze(self.stack.processes["maintenance"])
         try:
@@ -207,7 +207,7 @@ def _kill_all(stack: Stack) -> None:
 
 
 @contextmanager
-def started_town(home: Path, **env: str) -> Iterator[Town]:
+def started_cluster(home: Path, **env: str) -> Iterator[Cluster]:
     """Run all processes but workers during the block."""
     with ExitStack() as ends:
         try:
@@ -215,10 +215,10 @@ def started_town(home: Path, **env: str) -> Iterator[Town]:
         except NoValkey as missing:
             pytest.skip(str(missing))
         ends.callback(lambda: [process.kill() for process in stack.processes.values()])  # They have nothing to save.
-        town = Town(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
-        ends.callback(town.store.database.close)
+        cluster = Cluster(stack, env.get("SLOTKEEPER_DATABASE_URL") or f"sqlite:///{home / 'record.db'}")
+        ends.callback(cluster.store.database.close)
         maintenance = stack.maintenance()
         stack.beat()
         stack.web()
         ready(maintenance)
-        yield town
+        yield cluster

@@ -1,7 +1,7 @@
 """A fleet's queue for tests: the product's scripts on a real Valkey, with a clock that the test sets.
 
-    room = Room(client).with_slots(2)
-    room.enqueue(a("first", 1), a("second", 2))
+    queue = FleetQueue(client).with_slots(2)
+    queue.enqueue(a("first", 1), a("second", 2))
 
 Each method runs one script, and returns texts and numbers.
 """
@@ -30,7 +30,7 @@ START_MS = 1_800_000_000_000
 OFFER_MS, LEASE_MS = 10_000, 8_000
 BREAKER = (3, 0.8, 5_000, 40_000)  # failures in a row, rate, open_ms, open_max_ms
 BUSY_MAX_MS = 30_000
-ROOM = 1_000_000  # runs that the workers can take
+CAPACITY = 1_000_000  # runs that the workers can take
 RECORD = "record1"
 EPOCH = 1
 """The epoch of a queue that was opened once: the names of its leases begin with it."""
@@ -125,7 +125,7 @@ class Server:
         return [self.name, server_entry(server)]
 
 
-class Room:
+class FleetQueue:
     """The queue of one fleet."""
 
     def __init__(
@@ -273,21 +273,21 @@ class Room:
         self.begin()
         return self.run("open_queue", epoch)
 
-    def enqueue(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> list[Offered]:
-        return self.enqueued(*jobs, limit=limit, room=room)[1]
+    def enqueue(self, *jobs: Job, limit: int = 8, capacity: int = CAPACITY) -> list[Offered]:
+        return self.enqueued(*jobs, limit=limit, capacity=capacity)[1]
 
     def place_on_entry(self, job: Job, limit: int = 8) -> tuple[int | None, int | None]:
         """Enqueue a job, and return how many jobs are ahead of it, and the mean slot time."""
-        _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, ROOM), 1, *job.args)
+        _, _, ahead, run_ms = self.run("enqueue", *self._offering(limit, CAPACITY), 1, *job.args)
         return ahead, run_ms
 
-    def enqueued(self, *jobs: Job, limit: int = 8, room: int = ROOM) -> tuple[int, list[Offered]]:
+    def enqueued(self, *jobs: Job, limit: int = 8, capacity: int = CAPACITY) -> tuple[int, list[Offered]]:
         args = [arg for job in jobs for arg in job.args]
-        added, rows, *_ = self.run("enqueue", *self._offering(limit, room), 0, *args)
+        added, rows, *_ = self.run("enqueue", *self._offering(limit, capacity), 0, *args)
         return added, [Offered(*row) for row in rows]
 
-    def offer(self, limit: int = 256, room: int = ROOM, claimant: str = "") -> list[Offered]:
-        return [Offered(*row) for row in self.run("offer", *self._offering(limit, room, claimant))]
+    def offer(self, limit: int = 256, capacity: int = CAPACITY, claimant: str = "") -> list[Offered]:
+        return [Offered(*row) for row in self.run("offer", *self._offering(limit, capacity, claimant))]
 
     def keep(self, offer: Offered, *, resumes: bool = False) -> str:
         return self.run("extend_offer", offer.job, offer.lease, OFFER_MS, int(resumes))
@@ -308,13 +308,13 @@ class Room:
         return_to_lane: bool = False,
         cooldown_ms: int = 0,
         limit: int = 8,
-        room: int = ROOM,
+        capacity: int = CAPACITY,
         claimant: str = "",
         signal: str = "",
         breaker: tuple[float, ...] = BREAKER,
     ) -> tuple[str, list[Offered]]:
         row = [offer.job, offer.lease, owner, int(return_to_lane), cooldown_ms, signal, *[""] * 3]
-        return self.release_all([[*row, *self._offering(limit, room, claimant)]], breaker)[0]
+        return self.release_all([[*row, *self._offering(limit, capacity, claimant)]], breaker)[0]
 
     def release_all(
         self, rows: Sequence[Sequence[Any]], breaker: tuple[float, ...] = BREAKER
@@ -371,9 +371,9 @@ class Room:
             _, offers = self.release(offers[0], "", limit=1)
         return order_of_jobs
 
-    def _offering(self, limit: int, room: int, claimant: str = "") -> list[Any]:
+    def _offering(self, limit: int, capacity: int, claimant: str = "") -> list[Any]:
         self._prefixes += 1
-        return [f"p{self._prefixes}", limit, room, OFFER_MS, claimant, LEASE_MS]
+        return [f"p{self._prefixes}", limit, capacity, OFFER_MS, claimant, LEASE_MS]
 
 
 def _plain(answer: Any) -> Any:

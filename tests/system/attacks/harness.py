@@ -23,7 +23,7 @@ _FILES = 8192
 
 
 @dataclass
-class Stage:
+class Harness:
     """A Slotkeeper under attack.  The attacker `mallory`, the client `alice` and the operator have keys."""
 
     stack: Stack
@@ -56,7 +56,7 @@ class Stage:
 
 
 @contextmanager
-def staged(home: Path, **env: str) -> Iterator[Stage]:
+def running_harness(home: Path, **env: str) -> Iterator[Harness]:
     """Start it, and end it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FILES:
@@ -68,10 +68,10 @@ def staged(home: Path, **env: str) -> Iterator[Stage]:
         stack.env["PATH"] = f"{BIN}:{stack.env['PATH']}"
         web = stack.start("web", ["sh", "-c", f"exec {read_procfile()['web']}"])
         web.source(lambda: stack.answers("/health/live"), "it answers")
-        stage = Stage(stack, _keys(home))
-        answer = stage.ask("operator", "PUT", "/admin/model-configs/zimg", {})
+        harness = Harness(stack, _keys(home))
+        answer = harness.ask("operator", "PUT", "/admin/model-configs/zimg", {})
         assert answer.ok, answer.text
-        yield stage
+        yield harness
 
 
 def _keys(home: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Settings of routing: their defaults keep what the design promises, and relations are checked at the start."""
+"""Settings of routing: the defaults satisfy the design, and relations are checked at the start."""
 
 import os
 
@@ -10,7 +10,7 @@ from routing.queue.queues import new_lease_prefix
 from slotkeeper.errors import InvalidSetting
 
 
-def test_the_defaults_stand_in_the_right_relation():
+def test_the_default_settings_satisfy_their_relations():
     settings = RoutingSettings()
     assert settings.renew_every_ms * 3 <= settings.lease_ms, "two renewals in a row may be lost"
     assert settings.unreachable_cooldown_ms <= settings.unreachable_cooldown_max_ms
@@ -78,7 +78,7 @@ def test_a_leases_tag_names_lease_and_owner_so_that_it_can_be_read_back():
 
 
 @pytest.mark.parametrize("server", ["gpu", "a-slot3", "org/gpu.1-slot0"])
-def test_a_slots_server_is_what_stands_before_its_number(server):
+def test_the_server_name_of_a_slot_is_the_part_before_its_number(server):
     assert Lease("f", "j", "l", "o", f"{server}-slot12").server == server
 
 

@@ -286,7 +286,7 @@ def test_pending_entries_are_bounded_while_redis_does_not_answer(scripts, monkey
     assert run_publisher(scripts, act).entries[-1]["offset"] < 1000  # The next offset shows the gap.
 
 
-def test_an_error_of_redis_loses_only_its_own_piece(scripts):
+def test_a_redis_error_loses_only_the_piece_that_was_being_sent(scripts):
     async def act(fake, stream) -> None:
         fake.error = RedisError("away")
         stream(Piece(text="a", offset=0))

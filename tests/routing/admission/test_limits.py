@@ -42,8 +42,8 @@ def check(harness: Harness, asked: Sequence[Submission], sender: Identity = LOCA
 # -- the table ---------------------------------------------------------------------------------------------------
 
 
-def test_limits_stand_in_the_order_of_their_phases():
-    """What counts a submit comes last: a submit that is refused costs no turn of the rate."""
+def test_limits_are_listed_in_the_order_of_their_phases():
+    """The limits that count a submit come last, so a refused submit does not use up the rate."""
     phases = [limit.phase.value for limit in submit_limits.LIMITS]
     assert phases == sorted(phases)
 
@@ -122,7 +122,7 @@ def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(harness):
         check(harness, [harness.a()], acme)
 
 
-def test_only_free_slots_that_can_run_a_model_make_room_for_its_jobs(harness):
+def test_only_free_slots_that_can_run_a_model_raise_the_limit_of_its_queued_jobs(harness):
     harness.register(1, server="shared", max_waiting=0)
     harness.register(1, server="shared", model="flux")
     harness.register(10, server="large", model="flux")
@@ -211,7 +211,7 @@ def test_a_changed_default_environment_makes_no_other_request_of_a_repeated_one(
         harness.submit(tenant="acme", id="one", constraints={"gpu": "A100"})
 
 
-def test_limits_of_the_installation_are_those_of_each_tenant_without_its_own(harness):
+def test_a_tenant_without_limits_has_the_limits_of_the_installation(harness):
     harness.register(1)
     harness.limited("acme", most_urgent=2)
     Tenants(harness.store.database).change(INSTALLATION, {"most_urgent": 4}, harness.now)

@@ -1,4 +1,4 @@
-"""How fast a tenant may submit: the burst at once, then the rate, and a refusal costs nothing."""
+"""The rate limit of a tenant: it admits the burst at once, then the rate, and a refused submit costs nothing."""
 
 import pytest
 from redis import Redis
@@ -104,7 +104,7 @@ def test_one_tenants_submits_do_not_count_for_another(rate):
     assert rate.admit(5, "other") == 0
 
 
-def test_the_key_lives_until_the_debt_is_paid_and_is_forgotten_then(rate, client):
+def test_the_redis_key_expires_when_the_rate_debt_is_paid(rate, client):
     rate.admit(5)
     assert 500 <= client.pttl(KEY) <= 1500
 

@@ -1,4 +1,4 @@
-"""When to come again, once a queue is full."""
+"""The time after which a client may retry a submit to a full queue."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from routing.admission.submit_limits import retry_after_s
     ("over", "slots", "run_ms", "seconds"),
     [(1, 4, 1000.0, 1), (10, 4, 1000.0, 3), (100, 1, 10_000.0, 1000), (10**9, 1, 1e6, 3600), (0, 4, 1000.0, 1)],
 )
-def test_retry_after_is_the_time_in_which_the_excess_drains(over, slots, run_ms, seconds):
+def test_retry_after_is_the_time_in_which_the_slots_run_the_excess_jobs(over, slots, run_ms, seconds):
     assert retry_after_s(over, slots, run_ms) == seconds
 
 

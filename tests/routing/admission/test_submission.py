@@ -1,4 +1,4 @@
-"""What may be submitted: every bad request is named with its field, and every bound is exact."""
+"""Checks of a submission: an error names the field of a bad request, and every bound is exact."""
 
 import json
 from typing import Any
@@ -193,7 +193,7 @@ def test_names_of_models_may_hold_hyphens_dots_slashes(name):
 
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a|b", "a b", "a\n", "a{b}", "a*", "ü", "a" * 129, None, 5, "a\x00"])
-def test_a_name_that_could_be_mistaken_for_something_else_is_refused(name):
+def test_an_ambiguous_server_name_is_refused(name):
     with pytest.raises(InvalidJob) as refused:
         check_name(name, "server")
     assert refused.value.field == "server"

@@ -1,4 +1,4 @@
-"""How many different constraints may wait: a bound for each tenant, and one for all."""
+"""The limit of different constraints among queued jobs: one for each tenant, and one for all tenants."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_more_different_constraints_at_once_than_ever_fit_are_refused_for_good(n
         narrow.submit_all([narrow.a(**asks(n)) for n in range(4)], Identity(Tenant("default"), None, frozenset()))
 
 
-def test_constraints_that_wait_no_more_make_room(narrow):
+def test_constraints_of_a_canceled_job_do_not_count_towards_the_limit(narrow):
     jobs = [narrow.submit(**asks(n)) for n in range(3)]
     narrow.dispatcher.cancel(jobs[0])
     narrow.submit(**asks(7))

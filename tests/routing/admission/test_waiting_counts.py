@@ -1,4 +1,4 @@
-"""A limit that is far away is looked at once a second, a near one for each submit."""
+"""Counts of queued jobs are read once a second while their limit is far away, and for each submit otherwise."""
 
 import pytest
 
@@ -15,14 +15,14 @@ def counts() -> WaitingCounts:
     return known
 
 
-def test_a_limit_that_is_far_away_needs_no_look_within_a_second(counts):
+def test_a_count_far_below_its_limit_is_cached_for_one_second(counts):
     assert counts.has_room("zimg", 1, LIMIT, START_MS + FRESH_MS)
     assert not counts.has_room("zimg", 1, LIMIT, START_MS + FRESH_MS + 1)
     assert not counts.has_room("zimg", 1, LIMIT, START_MS - 1)
     assert not counts.has_room("other", 1, LIMIT, START_MS)
 
 
-def test_a_limit_that_may_be_reached_within_a_second_is_looked_at(counts):
+def test_a_count_that_may_reach_its_limit_within_a_second_is_read_again(counts):
     assert counts.has_room("zimg", 10, 110 + FAR, START_MS)
     assert not counts.has_room("zimg", 1, 110 + FAR, START_MS)
 

@@ -66,7 +66,7 @@ def test_a_line_is_accepted_once_however_often_it_is_sent(
             # A client with an old copy of the batch gets the next line of that copy, and reads the batch again.
             assert refused.value.facts["next_line"] == batch.lines
             continue
-        if first > batch.lines:  # What this client has read says that lines are missing.
+        if first > batch.lines:  # The client's copy of the batch shows that lines are missing.
             with pytest.raises(MissingLines):
                 add_lines(harness.dispatcher, batches, batch, first, part, LOCAL_IDENTITY)
             continue
@@ -110,7 +110,9 @@ def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(
     assert refused == [line for line in range(120) if not line % 7]
 
 
-def test_lines_that_come_while_a_batch_is_paused_are_held(harness: Harness, batches: Batches) -> None:
+def test_a_line_that_is_added_to_a_paused_batch_is_delayed_without_a_due_time(
+    harness: Harness, batches: Batches
+) -> None:
     before = a_batch(batches, harness)
     batches.set_paused(before, True, lambda tx, **about: None)
     add_lines(harness.dispatcher, batches, before, 0, [GOOD], LOCAL_IDENTITY)

@@ -1,4 +1,4 @@
-"""Names of lanes, what an outcome means, and how many jobs may wait."""
+"""Lane names, the reason and signal of each outcome, and the limit of queued jobs."""
 
 import itertools
 
@@ -67,7 +67,7 @@ def costs(decision: Decision) -> Budget:
         (OutcomeKind.BUSY, "busy"),
     ],
 )
-def test_what_an_end_says_of_its_server(kind, signal):
+def test_each_outcome_of_a_run_has_its_signal_for_the_server(kind, signal):
     assert decided(Outcome(kind), failures=0, crashes=0, canceling=False, config=CONFIG).signal == signal
 
 
@@ -138,13 +138,13 @@ def test_failures_do_not_count_as_crashes_nor_crashes_as_failures():
     )
 
 
-def test_a_run_that_was_given_up_is_canceled_only_if_somebody_asked_for_it():
+def test_a_run_that_the_server_aborts_is_canceled_only_if_a_client_requested_it():
     assert decided(Outcome(OutcomeKind.CANCELED), 0, 0, True, CONFIG).reason is Reason.CANCEL_REQUESTED
     assert decided(Outcome(OutcomeKind.CANCELED), 0, 0, False, CONFIG).reason is Reason.SERVER_ERROR
     assert decided(Outcome(OutcomeKind.CANCELED), 50, 0, False, CONFIG).reason is Reason.RETRIES_EXHAUSTED
 
 
-def test_a_result_that_came_before_the_cancel_counts():
+def test_a_result_that_arrives_before_the_cancel_finishes_the_job():
     assert decided(Outcome(OutcomeKind.DONE), 0, 0, True, CONFIG).reason is Reason.FINISHED
 
 

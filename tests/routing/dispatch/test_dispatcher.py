@@ -1,4 +1,4 @@
-"""What the use cases promise: submit, start, settle, cancel, revive, and what each outcome costs."""
+"""The use cases of the dispatcher: submit, start, settle, cancel, revive, and the cost of each outcome."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ from tools.cluster.direct_starts import begin_run
 # -- submit ----------------------------------------------------------------------------------------------------
 
 
-def test_a_submitted_job_is_recorded_and_offered_at_once(harness):
+def test_a_submitted_job_is_stored_and_offered_at_once(harness):
     harness.register()
     job_id = harness.submit()
     assert harness.state(job_id) is State.QUEUED
@@ -36,7 +36,7 @@ def test_a_submitted_job_is_recorded_and_offered_at_once(harness):
     ]
 
 
-def test_without_a_free_slot_a_job_waits_in_the_room_and_nobody_is_woken(harness):
+def test_without_a_free_slot_a_job_is_queued_and_not_offered(harness):
     harness.register()
     first, second = harness.submit(), harness.submit()
     assert harness.offered() == [first]
@@ -79,8 +79,8 @@ def test_order_1_more_than_one_call_should_enqueue_is_enqueued_by_several(harnes
     assert harness.run_all() == ids
 
 
-def test_order_1_a_failure_meanwhile_is_not_forgotten(harness, monkeypatch):
-    """Another thread's job is committed after the left ones were read, and is not enqueued either."""
+def test_order_1_a_job_that_fails_to_enqueue_during_a_fill_keeps_its_place(harness, monkeypatch):
+    """Another thread commits a job after the fill has read the missing jobs, and fails to enqueue it too."""
     harness.register()
     queues = harness.dispatcher.queues
     with monkeypatch.context() as fails:
@@ -101,7 +101,7 @@ def test_order_1_a_failure_meanwhile_is_not_forgotten(harness, monkeypatch):
     assert harness.run_all() == [ids[0], overtaking, *ids[1:]]
 
 
-def test_a_submit_is_accepted_though_what_was_left_before_cannot_be_read(harness, monkeypatch):
+def test_a_submit_is_accepted_while_earlier_jobs_missing_from_the_queue_cannot_be_read(harness, monkeypatch):
     harness.register()
     with monkeypatch.context() as fails:
         fails.setattr(harness.dispatcher.queues, "is_unavailable", lambda fleet=None: True)
@@ -177,7 +177,7 @@ def test_a_deadline_is_refused_only_before_half_of_the_estimated_start(harness):
     harness.submit(ttl_s=90)
 
 
-def test_a_job_that_was_accepted_before_is_not_put_into_the_room_again(harness):
+def test_a_deduplicated_job_is_not_enqueued_again(harness):
     harness.register()
     running = harness.submit(id="one")
     task = harness.start()
@@ -199,7 +199,7 @@ def test_a_job_with_a_not_before_time_is_not_offered_until_then(harness):
     assert harness.offered() == [job_id]
 
 
-def test_jobs_of_several_models_go_to_their_own_fleets(harness):
+def test_each_job_of_one_submit_is_offered_to_the_fleet_of_its_model(harness):
     harness.register(2)
     harness.register(1, server="other", model="flux")
     ids = harness.submit_all([harness.a(), harness.a("flux"), harness.a(), harness.a("flux")])
@@ -220,7 +220,7 @@ def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(harn
     assert harness.run_all() == early
 
 
-def test_with_redis_down_limits_admit_everybody(harness):
+def test_with_redis_down_the_limits_admit_every_submit(harness):
     harness.register(1, max_waiting=0)
     cut_off = harness.cut_off()
     assert len(cut_off.submit([harness.a()], harness.limited("acme", rate_per_s=1))) == 1
@@ -265,7 +265,7 @@ def test_more_jobs_at_once_than_a_tenant_may_ever_submit_are_no_matter_of_waitin
     harness.submit_all([harness.a() for _ in range(3)], acme)  # nothing was spent
 
 
-def test_a_job_whose_wake_up_was_lost_is_found_by_the_worker_that_looks_for_work(harness):
+def test_a_worker_that_polls_gets_a_job_whose_notification_was_lost(harness):
     harness.register()
     harness.notifications.broken = True
     job_id = harness.submit()
@@ -291,7 +291,7 @@ def test_a_job_runs_from_its_submit_to_its_completion(harness):
     assert harness.notifications.ends == [(first, State.COMPLETED)]
 
 
-def test_the_worker_that_settles_goes_on_with_the_next_job_without_the_broker(harness):
+def test_a_settle_returns_the_next_job_to_the_worker_without_the_broker(harness):
     harness.register()
     first, second = harness.submit(), harness.submit()
     task = harness.start()
@@ -339,7 +339,7 @@ def test_of_many_workers_with_one_wake_up_one_starts_the_job(harness):
     assert harness.job(job_id).attempt == 1
 
 
-def test_a_job_that_was_canceled_meanwhile_is_not_started_and_its_slot_goes_on(harness):
+def test_a_job_canceled_after_its_offer_is_not_started_and_its_slot_gets_the_next_job(harness):
     harness.register()
     job_id, following = harness.submit(), harness.submit()
     offer = harness.notifications.offers.pop()
@@ -361,7 +361,7 @@ def test_an_offer_that_was_taken_back_cannot_be_started(harness):
     assert harness.start("w2").run.attempt == 1
 
 
-def test_with_redis_down_a_settled_job_is_settled_and_its_slot_comes_back_later(harness):
+def test_with_redis_down_a_settle_is_stored_and_a_later_reap_releases_the_slot(harness):
     harness.register()
     first, second = harness.submit(), harness.submit()
     task = harness.start()
@@ -466,7 +466,7 @@ def test_the_cooldown_of_an_unreachable_server_covers_all_its_slots_and_grows_ea
     assert cooldowns == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(harness):
+def test_a_failed_run_costs_one_retry_and_the_delayed_job_is_not_in_the_queue(harness):
     harness.register()
     job_id, following = harness.submit(), harness.submit()
     settled = harness.settle(harness.start(), OutcomeKind.RETRY)
@@ -477,7 +477,7 @@ def test_a_wrong_answer_costs_one_retry_and_the_job_waits_outside_the_room(harne
     assert harness.offered() == [following] and harness.queue.waiting() == []
 
 
-def test_a_job_that_waited_for_its_retry_returns_to_its_own_place(harness):
+def test_a_job_returns_to_its_place_in_the_queue_when_its_retry_is_due(harness):
     harness.register()
     ids = [harness.submit(priority=2), harness.submit(priority=2), harness.submit(priority=3)]
     harness.settle(harness.start(), OutcomeKind.RETRY)
@@ -517,7 +517,7 @@ def test_a_job_is_dead_after_max_retries_and_a_revive_restores_all_its_retries(h
         harness.dispatcher.revive("nobody")
 
 
-def test_a_request_that_is_wrong_fails_at_once_and_a_good_one_goes_on(harness):
+def test_a_request_that_the_server_refuses_fails_at_once_and_the_next_job_runs(harness):
     harness.register()
     bad, good = harness.submit(), harness.submit()
     harness.settle(harness.start(), OutcomeKind.FAILED)
@@ -573,7 +573,7 @@ def test_each_cancel_and_retry_of_a_job_is_audited_once(harness):
     ]
 
 
-def test_a_cancel_that_came_too_late_does_not_undo_a_result(harness):
+def test_a_cancel_request_does_not_undo_a_result_that_the_run_returns(harness):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -661,7 +661,7 @@ def test_a_job_that_does_not_exist_cannot_be_canceled(harness):
         harness.dispatcher.cancel("nobody")
 
 
-def test_a_job_that_moves_between_the_two_looks_of_a_cancel_is_canceled_all_the_same(harness, monkeypatch):
+def test_a_job_that_changes_its_state_between_the_two_reads_of_a_cancel_is_still_canceled(harness, monkeypatch):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -710,7 +710,7 @@ def test_a_name_may_contain_the_separators_of_other_names(harness, server, model
     assert harness.state(first) is harness.state(second) is State.QUEUED
 
 
-def test_an_owners_name_is_its_own():
+def test_each_lease_owner_gets_a_unique_name():
     assert len({new_lease_owner("worker") for _ in range(1000)}) == 1000
 
 

@@ -110,12 +110,12 @@ def test_a_job_whose_workers_die_before_its_start_is_found(harness):
     assert look(harness, {}) == {Finding(Check.START, job_id)}
 
 
-def test_slot_1_a_slot_whose_server_does_not_know_the_job_is_found(busy):
+def test_slot_1_the_check_finds_a_slot_whose_server_does_not_report_the_job(busy):
     assert look(busy, {"gpu": UP_AND_IDLE}) == {Finding(Check.SLOT, "j0")}
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_job_3_a_row_that_somebody_deleted_is_found(busy):
+def test_job_3_the_check_finds_a_deleted_row(busy):
     _execute(busy, "DELETE FROM jobs WHERE id IN (SELECT id FROM jobs WHERE state = 'completed' LIMIT 1)")
     assert look(busy) == {Finding(Check.LEDGER, "ledger")}
 
@@ -167,7 +167,7 @@ def test_a_check_raises_a_gauge_and_an_event_for_each_difference_and_lowers_it_a
     assert not any(ledger.read_findings(watched.database).values())
 
 
-def test_a_difference_that_the_second_look_does_not_see_was_a_job_on_its_way(watched, monkeypatch):
+def test_a_violation_that_the_second_check_does_not_find_is_not_reported(watched, monkeypatch):
     looks = iter([{Finding(Check.ROOM, "zimg"), Finding(Check.RUN, "j0")}, {Finding(Check.RUN, "j0")}])
     monkeypatch.setattr(invariants, "find_violations", lambda *_, with_transfers: next(looks))
     maintenance.check_invariants()

@@ -60,7 +60,7 @@ def test_a_fleet_with_a_broken_queue_blocks_no_other_fleet(harness, broken, key)
     assert passes.reconcile(harness.dispatcher) == 1
 
 
-def test_a_job_that_cannot_be_reaped_holds_up_no_other(harness, monkeypatch) -> None:
+def test_a_job_that_cannot_be_reaped_does_not_block_other_jobs(harness, monkeypatch) -> None:
     harness.register(3)
     ids = [harness.submit() for _ in range(3)]
     for _ in ids:
@@ -77,7 +77,7 @@ def test_a_job_that_cannot_be_reaped_holds_up_no_other(harness, monkeypatch) -> 
     assert passes.reap(harness.dispatcher) == 2
 
 
-def test_a_room_at_fault_is_its_own_and_a_redis_that_does_not_answer_is_everybodys(harness) -> None:
+def test_a_broken_queue_affects_one_fleet_and_a_silent_redis_affects_every_fleet(harness) -> None:
     queues_ = harness.dispatcher.queues
     queues_.mark_unavailable("flux", ResponseError("WRONGTYPE"))
     assert queues_.is_unavailable("flux") and not queues_.is_unavailable("zimg") and not queues_.is_unavailable()
@@ -249,7 +249,7 @@ def _renumber(harness: Harness, change: str) -> None:
         connection.exec_driver_sql(f"UPDATE events SET {change}")
 
 
-def test_a_job_that_only_its_room_has_lost_is_found_by_counting(harness, monkeypatch) -> None:
+def test_the_sweep_finds_a_job_that_is_missing_from_its_queue_by_counting(harness, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.sweep._COUNTING_SHARE", 1e9)
     harness.register()
     first, lost, last = (harness.submit() for _ in range(3))
@@ -260,7 +260,7 @@ def test_a_job_that_only_its_room_has_lost_is_found_by_counting(harness, monkeyp
     assert harness.run_all() == [first, lost, last]
 
 
-def test_a_room_that_only_looked_short_is_not_read_again_and_again(harness, monkeypatch) -> None:
+def test_a_queue_that_only_seemed_to_miss_jobs_is_not_read_again(harness, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.sweep._COUNTING_SHARE", 1e9)
     monkeypatch.setattr("routing.maintenance.sweep.short_queues", lambda *_: {"zimg"})
     harness.register()
@@ -271,7 +271,7 @@ def test_a_room_that_only_looked_short_is_not_read_again_and_again(harness, monk
     monkeypatch.setattr(harness.store, "list_queued", lambda models, *a: read.append(models) or queued(models, *a))
     for _ in range(10):
         passes.sweep(harness.dispatcher)
-    assert read.count(["zimg"]) == 2, "one page, and that there are no more"
+    assert read.count(["zimg"]) == 2, "one page of jobs, and one empty page"
 
 
 def test_slot_2_a_thousand_slots_fill_in_one_sweep(harness) -> None:
@@ -388,7 +388,7 @@ def test_the_leases_of_a_worker_that_died_are_reaped_some_at_a_time(harness, mon
 # -- runs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(harness, monkeypatch) -> None:
+def test_a_reaper_that_the_database_delays_leaves_no_job_outside_the_queue(harness, monkeypatch) -> None:
     harness.register()
     job_id = harness.submit()
     harness.start()
@@ -398,7 +398,7 @@ def test_a_reaper_held_up_at_the_database_leaves_no_job_in_no_room(harness, monk
     def slow(*args: Any, **more: Any) -> Any:
         monkeypatch.setattr(harness.store, "settle_write", settle)
         write = settle(*args, **more)
-        assert harness.database.commit(write)  # by one whose answer comes late
+        assert harness.database.commit(write)  # the commit succeeds, its response is late
         harness.later(OFFER_MS)
         assert passes.reap(other) == 1
         return write
@@ -438,7 +438,7 @@ def test_many_deadlines_leave_the_others_their_turn(harness, monkeypatch) -> Non
     assert not harness.queue.waiting()
 
 
-def test_however_many_deadlines_pass_a_due_job_waits_for_one_batch_of_them(harness, monkeypatch) -> None:
+def test_a_due_job_waits_for_at_most_one_batch_of_expired_deadlines(harness, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
     monkeypatch.setattr(maintenance, "_KEEP_TIME_LIMIT_S", 60.0)
     passes.run_tasks_with(monkeypatch, harness.dispatcher)
@@ -502,7 +502,7 @@ def test_while_workers_could_not_renew_silence_proves_nothing(harness) -> None:
     assert passes.apply_reports(harness.dispatcher, report) == 1
 
 
-def test_many_servers_of_a_fleet_are_looked_at_together(harness, monkeypatch) -> None:
+def test_the_servers_of_a_fleet_are_checked_with_few_redis_calls(harness, monkeypatch) -> None:
     for n in range(30):
         harness.catalog.register("zimg", f"s{n}", f"http://s{n}:1/run", 1, harness.now)
     harness.register()

@@ -48,13 +48,13 @@ def deaths(harness: Harness, tmp_path: Path) -> Deaths:
     return Deaths(harness, tmp_path / "workers")
 
 
-def test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_not_touched(harness, deaths):
+def test_the_run_of_a_killed_worker_is_offered_again_at_once_on_its_slot_and_a_live_ones_is_kept(harness, deaths):
     lost, kept = harness.submit(), harness.submit()
     task, other = harness.start(KILLED), harness.start(LIVING)
     harness.remote(task)
     harness.later(LEASE_MS * 3 // 4)
     harness.renewal(task)
-    assert deaths.reap() == 0, "it lives, however silent it is"
+    assert deaths.reap() == 0, "the process is alive, although it does not renew"
     deaths.kill()
     assert deaths.reap() == 1
     job = harness.job(lost)
@@ -92,7 +92,7 @@ def test_a_silent_worker_that_was_stopping_costs_its_job_nothing(harness, deaths
     assert (harness.job(job_id).why, harness.job(job_id).crashes) == (Reason.HANDED_BACK, 0)
 
 
-def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(harness, deaths):
+def test_the_error_of_a_reaped_run_names_a_silent_worker_and_does_not_call_it_dead(harness, deaths):
     job_id = harness.submit()
     harness.start(LIVING)
     harness.later(LEASE_MS)
@@ -101,18 +101,18 @@ def test_a_worker_that_was_silent_says_so_and_not_that_it_has_died(harness, deat
     assert "stopped renewing" in (harness.job(job_id).error_message or "")
 
 
-def test_a_killed_worker_has_no_room_from_then_on(deaths):
+def test_a_killed_worker_adds_no_capacity(deaths):
     deaths.kill()
     deaths.reap()
     assert deaths.workers.read_total() == 1
 
 
-def test_a_worker_that_is_killed_before_its_first_claim_is_forgotten_at_once(harness, deaths):
+def test_a_worker_that_is_killed_before_its_first_claim_is_removed_at_once(harness, deaths):
     job_id = harness.submit()
     deaths.kill()
     assert deaths.reap() == 0
     assert deaths.process_locks.find_dead() == []
-    assert harness.offered() == [job_id], "an offer that nobody has claimed is nobody's"
+    assert harness.offered() == [job_id], "an unclaimed offer belongs to no worker"
 
 
 def test_a_claim_that_a_killed_worker_sent_last_is_found_by_the_next_check(harness, deaths):
@@ -182,7 +182,7 @@ def test_a_run_that_released_its_slot_and_did_not_end_is_reaped_at_once(harness,
     assert passes.restore_missed(harness.dispatcher) == 0
 
 
-def test_a_lease_that_was_let_go_between_the_look_and_the_grip_is_left_to_whom_it_is(harness, deaths, monkeypatch):
+def test_a_lease_that_is_handed_back_between_the_reapers_read_and_write_is_not_reaped(harness, deaths, monkeypatch):
     job_id = harness.submit()
     task = harness.start(KILLED)
     deaths.kill()
@@ -217,13 +217,13 @@ def _spoil(harness: Harness) -> Callable[[], Any]:
     return lambda: harness.redis.delete(key)
 
 
-def test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read(harness, deaths):
+def test_a_killed_worker_is_not_removed_while_a_queue_cannot_be_read(harness, deaths):
     harness.register(model="flux", server="spoiled")
     mend = _spoil(harness)
     job_id = harness.submit()
     harness.start(KILLED)
     deaths.kill()
-    assert deaths.reap() == 1, "it holds up no other"
+    assert deaths.reap() == 1, "the broken queue blocks no other queue"
     assert deaths.reap() == 0
     assert deaths.process_locks.find_dead() == [KILLED]
     mend()
@@ -231,7 +231,7 @@ def test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read(harness, d
     assert deaths.process_locks.find_dead() == [] and harness.offered() == [job_id]
 
 
-def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(harness, deaths, faults):
+def test_a_killed_worker_is_not_removed_while_one_of_its_jobs_cannot_be_reaped(harness, deaths, faults):
     job_id = harness.submit()
     harness.start(KILLED)
     deaths.kill()
@@ -240,7 +240,7 @@ def test_a_killed_worker_is_not_forgotten_while_a_job_of_its_cannot_be_reaped(ha
     assert deaths.process_locks.find_dead() == [KILLED] and harness.state(job_id) is State.RUNNING
 
 
-def test_a_killed_worker_is_not_forgotten_while_redis_is_away(harness, deaths):
+def test_a_killed_worker_is_not_removed_while_redis_is_unavailable(harness, deaths):
     deaths.kill()
     away = harness.cut_off()
     with pytest.raises(RedisError):
@@ -261,7 +261,7 @@ def test_the_runs_of_a_queue_in_rebuild_are_reaped_after_the_rebuild(harness, de
     assert [(offer.job_id, offer.slot) for offer in harness.notifications.offers][-1] == (job_id, task.lease.slot)
 
 
-def test_two_that_look_at_once_take_each_lease_once(harness, deaths):
+def test_concurrent_reapers_reap_each_lease_of_a_killed_worker_once(harness, deaths):
     ids = [harness.submit(), harness.submit()]
     for _ in ids:
         harness.start(KILLED)

@@ -1,6 +1,6 @@
-"""The five cases between our leases and a server's own report, over a real database and a real Valkey.
+"""The five cases of comparing the leases with a server's report, over a real database and a real Valkey.
 
-match · stale lease · unknown run (of our job, of another client) · silence; and servers that only count.
+match · stale lease · unknown run (of a known job, of another client) · silence; and servers that only count.
 """
 
 import pytest
@@ -63,7 +63,7 @@ def test_ghost_a_restarted_server_frees_the_slots_of_silent_workers_at_its_first
     assert harness.run_all() == ids, "back at their own places"
 
 
-def test_ghost_a_living_workers_lease_goes_only_after_a_second_look(harness):
+def test_ghost_the_lease_of_a_live_worker_is_released_only_after_a_second_check(harness):
     harness.register()
     harness.submit(id="one")
     task = harness.start()
@@ -161,8 +161,8 @@ def test_orphan_a_run_whose_lease_redis_lost_is_adopted_with_its_slot(harness):
     assert harness.renewal(task) is Renewal.RENEWED and harness.settle(task).moved is not None
 
 
-def test_orphan_a_run_that_is_offered_again_uses_no_slot_but_its_own(harness):
-    """Its worker has handed it back; until another takes it up, its server goes on with it."""
+def test_orphan_a_run_that_is_offered_again_takes_only_its_reserved_slot(harness):
+    """The worker has handed the run back, and the server continues it until another worker claims it."""
     harness.register(2)
     harness.submit(id="one")
     assert hand_back(harness.dispatcher, harness.start())
@@ -183,7 +183,7 @@ def test_foreign_slots_that_direct_calls_use_are_not_offered_for_a_while(harness
     assert harness.free() == 3
 
 
-def test_foreign_a_report_that_never_ends_costs_no_more_looks_than_the_server_has_slots(harness, monkeypatch):
+def test_foreign_an_endless_report_costs_at_most_two_database_reads_for_each_slot(harness, monkeypatch):
     harness.register(2)
     looks, get = [], harness.store.get
     monkeypatch.setattr(harness.store, "get", lambda job_id: looks.append(job_id) or get(job_id))
@@ -203,7 +203,7 @@ def test_foreign_runs_and_our_runs_are_distinguished_by_name(harness):
 
 
 @pytest.mark.parametrize("report", [DOWN, ServerReport(True), ServerReport(False, 0, frozenset())])
-def test_unknown_a_server_that_does_not_say_frees_nothing_however_old_the_lease(harness, report):
+def test_unknown_a_server_without_a_usable_report_releases_no_lease_of_any_age(harness, report):
     harness.register(2)
     harness.submit()
     harness.start()

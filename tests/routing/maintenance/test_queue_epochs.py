@@ -79,7 +79,7 @@ def test_a_change_of_the_policy_takes_no_lease(harness: Harness):
     assert harness.state(waits) is State.QUEUED and harness.free() == 0
 
 
-def test_a_job_that_returns_after_a_change_of_the_policy_comes_to_its_place_by_the_new_one(harness: Harness):
+def test_a_job_that_returns_after_a_policy_change_gets_its_place_by_the_new_policy(harness: Harness):
     harness.register(slots=1)
     harness.submit()
     run = harness.start()
@@ -93,7 +93,7 @@ def test_a_job_that_returns_after_a_change_of_the_policy_comes_to_its_place_by_t
     assert [member.decode().split("@")[0] for member in lanes] == [late, run.run.job.id]
 
 
-def test_each_filling_has_a_number_of_its_own_and_processes_that_fill_together_share_it(harness: Harness):
+def test_each_fill_has_its_epoch_number_and_processes_that_fill_together_share_the_number(harness: Harness):
     claim = queue_epochs.claim
     assert claim(harness.database, {"a": Filling("x"), "b": Filling("x")}, 4, 1) == {"a": 1, "b": 1}
     assert claim(harness.database, {"a": Filling("x", 1)}, 4, 2) == {"a": 1}

@@ -42,7 +42,7 @@ def test_an_offer_that_no_worker_claims_keeps_its_slot_and_its_message_for_days(
 
 
 @pytest.mark.parametrize("stop", ["server", "model", "tenant"])
-def test_an_offer_goes_back_to_its_own_place_when_nothing_may_be_started_there_any_more(harness, stop):
+def test_an_offer_returns_to_its_place_when_its_server_model_or_tenant_stops(harness, stop):
     harness.register()
     first, second = harness.submit(), harness.submit()
     harness.offered()
@@ -130,7 +130,7 @@ def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(h
     assert harness.settle(current).moved is not None
 
 
-def test_a_worker_that_renews_between_the_reapers_look_and_its_grip_is_not_reaped(harness, monkeypatch):
+def test_a_lease_that_is_renewed_between_the_reapers_read_and_write_is_not_reaped(harness, monkeypatch):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -287,7 +287,7 @@ def test_a_run_that_ends_after_redis_was_emptied_waits_by_its_deadline(harness, 
 
 
 @pytest.mark.parametrize("refill", ["sweep", "reconcile"])
-def test_jobs_that_came_into_an_emptied_redis_before_its_policies_wait_by_their_deadlines(harness, refill):
+def test_edf_orders_jobs_that_are_submitted_to_an_emptied_redis_before_its_policies_are_restored(harness, refill):
     harness.register(1, policy="edf")
     harness.submit(ttl_s=50.0)
     run = harness.start()
@@ -370,7 +370,7 @@ def test_a_job_that_waits_to_be_resumed_is_offered_elsewhere_once_its_server_is_
     assert harness.queue.taken() == {"b-slot0": job_id}
 
 
-def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(harness):
+def test_the_slot_of_a_handed_back_run_stays_reserved_until_a_worker_claims_the_job(harness):
     harness.register(3)
     job_id = harness.submit()
     task = harness.start()
@@ -383,7 +383,7 @@ def test_while_no_worker_comes_the_slot_stays_with_the_job_that_its_server_has(h
     assert harness.start("w2").run.remote_id == "r-1"
 
 
-def test_a_job_that_came_to_another_server_is_not_bound_to_it(harness):
+def test_a_job_that_is_offered_on_another_server_is_not_bound_to_it(harness):
     harness.register(1, server="a")
     job_id = harness.submit()
     task = harness.start()
@@ -447,7 +447,7 @@ def test_after_a_rebuild_leases_whose_workers_died_expire_like_any_other(harness
     assert harness.job(job_id).crashes == 1 and harness.offered() == [job_id]
 
 
-def test_until_the_room_is_rebuilt_a_late_job_does_not_overtake_an_early_one(harness):
+def test_a_later_job_does_not_overtake_an_earlier_job_before_the_queue_is_rebuilt(harness):
     harness.register()
     early = harness.submit()
     harness.offered()
@@ -501,7 +501,7 @@ def test_reconcile_leaves_waiting_jobs_where_they_are(harness):
     assert len(harness.notifications.offers) == offers
 
 
-def test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place(harness):
+def test_queue_1_a_queued_job_that_is_missing_from_the_queue_is_restored_at_its_place(harness):
     harness.register()
     ids = [harness.submit() for _ in range(4)]
     lost = harness.job(ids[2])
@@ -619,7 +619,7 @@ def _in_state(harness: Harness, state: State, **changes: Any) -> tuple[str, Acti
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.DELAYED, State.RUNNING])
 @pytest.mark.parametrize("late_ms", [0, YEAR])
-def test_a_deadline_ends_a_job_in_every_state_however_late_the_check_runs(harness, state, late_ms):
+def test_a_passed_deadline_expires_a_job_in_each_state_even_if_the_check_is_late(harness, state, late_ms):
     harness.register()
     job_id, task = _in_state(harness, state, ttl_s=10, callback_url=CALLBACK)
     harness.later(9_999)
@@ -637,7 +637,7 @@ def test_a_deadline_ends_a_job_in_every_state_however_late_the_check_runs(harnes
         assert harness.state(job_id) is State.EXPIRED and harness.free() == 1
 
 
-def test_a_waiting_job_that_expires_makes_room_in_the_line(harness):
+def test_a_queued_job_that_expires_is_removed_from_the_queue(harness):
     harness.register()
     harness.submit()
     overdue, last = harness.submit(ttl_s=1), harness.submit()

@@ -1,4 +1,4 @@
-"""The reports of the servers decide about cooldowns, released leases and quarantined slots."""
+"""Server reports decide about cooldowns, released leases and quarantined slots."""
 
 from typing import Any
 from unittest import mock
@@ -61,7 +61,7 @@ def test_a_server_that_answers_again_is_chosen_as_before(harness):
     assert "hung" not in passes.servers_to_check_now(harness.dispatcher)
 
 
-def test_the_run_of_a_silent_server_says_since_when(harness):
+def test_explain_says_since_when_the_server_of_a_run_is_silent(harness):
     harness.register(1)
     job_id = harness.submit()
     harness.start()
@@ -74,7 +74,7 @@ def test_the_run_of_a_silent_server_says_since_when(harness):
     assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].silent_since_ms == harness.now - 30_000
 
 
-def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(harness):
+def test_explain_quotes_the_servers_error_until_the_server_is_healthy(harness):
     harness.register(1)
     broken = ServerReport(up=False, why_down="/status is SETUP_FAILED: no weights")
     passes.apply_health(harness.dispatcher, {"gpu": broken})
@@ -88,10 +88,12 @@ def test_a_server_that_says_what_is_wrong_is_quoted_until_it_is_well(harness):
     assert "SETUP_FAILED" not in harness.explained(job_id)
 
 
-def test_a_server_without_a_health_check_keeps_its_cooldown_and_says_since_when(harness):
+def test_a_report_without_a_health_check_keeps_the_cooldown_and_its_start_time(harness):
     harness.register(1)
     passes.apply_health(harness.dispatcher, {"gpu": ServerReport(up=None)})
-    assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms == 0, "it begins none, either"
+    assert read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms == 0, (
+        "the report starts no cooldown, either"
+    )
     passes.apply_health(harness.dispatcher, {"gpu": DOWN})
     harness.submit()
     since = read_servers(harness.dispatcher.slots, "zimg")["gpu"].away_since_ms
@@ -115,7 +117,7 @@ def _stale_leases(harness: Harness, report: ServerReport | None, second: ServerR
     return passes.end_stale_runs(harness.dispatcher, passes.find_stale_runs(harness.dispatcher, first), again)
 
 
-def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(harness):
+def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_is_released(harness):
     harness.register()
     job_id, following = harness.submit(), harness.submit()
     task = harness.start()
@@ -123,7 +125,7 @@ def test_a_run_that_its_server_does_not_know_is_ended_and_its_slot_freed(harness
     assert _stale_leases(harness, UP_AND_IDLE) == 1
     job = harness.job(job_id)
     assert (job.state, job.why, job.crashes) == (State.QUEUED, Reason.SERVER_LOST, 1)
-    assert (job.server, job.remote_id) == ("gpu", None), "it may have the result of a run that has ended"
+    assert (job.server, job.remote_id) == ("gpu", None), "the server may have the result of a run that has ended"
     assert harness.renewal(task) is Renewal.LOST and harness.settle(task).moved is None
     assert harness.run_all() == [job_id, following]
 
@@ -199,7 +201,7 @@ def test_a_run_that_is_sent_again_while_it_is_suspected_is_not_ended(harness):
         pytest.param(None, [], id="no report"),
     ],
 )
-def test_only_a_report_that_says_so_makes_a_suspect(harness, report, suspected):
+def test_only_a_report_that_excludes_a_run_makes_it_stale(harness, report, suspected):
     harness.register(2)
     harness.submit(id="one")
     harness.submit(id="two")
@@ -211,7 +213,7 @@ def test_only_a_report_that_says_so_makes_a_suspect(harness, report, suspected):
 
 
 @pytest.mark.parametrize("second", [None, DOWN, ServerReport(True, 1, None)])
-def test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing(harness, second):
+def test_a_stale_run_that_the_second_report_does_not_confirm_keeps_its_lease(harness, second):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -257,7 +259,7 @@ def test_a_job_whose_server_keeps_dying_becomes_dead(harness):
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too(harness, silent):
+def test_a_stale_lease_is_released_at_the_first_check_only_if_its_worker_is_silent_too(harness, silent):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -325,7 +327,7 @@ def test_slot_1_slots_that_others_use_are_not_offered_for_a_while(harness, repor
     assert harness.free() == 3
 
 
-def test_a_job_that_has_only_just_ended_is_no_stranger(harness):
+def test_a_job_that_ended_within_two_seconds_is_not_counted_as_an_unknown_run(harness):
     harness.register(2)
     harness.submit(id="one")
     harness.settle(harness.start())
@@ -334,10 +336,10 @@ def test_a_job_that_has_only_just_ended_is_no_stranger(harness):
     assert harness.free() == 2
     harness.later(2_001)
     passes.apply_reports(harness.dispatcher, report)
-    assert harness.free() == 1, "two seconds later it is"
+    assert harness.free() == 1, "two seconds later it counts as an unknown run"
 
 
-def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(harness):
+def test_an_expired_job_that_its_server_still_runs_keeps_its_slot_quarantined(harness):
     harness.register()
     harness.submit(id="one", ttl_s=1)
     task = harness.start()
@@ -353,7 +355,7 @@ def test_a_run_that_was_given_up_here_and_goes_on_there_keeps_its_slot_taken(har
 # -- direct traffic --------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(harness):
+def test_a_busy_server_is_checked_at_once_and_used_when_it_reports_a_free_slot(harness):
     harness.register(2)
     job_id = harness.submit()
     for _ in range(2):  # the other slot is tried at once
@@ -361,13 +363,13 @@ def test_a_server_that_was_busy_is_asked_soon_and_used_as_soon_as_it_has_room(ha
     assert harness.offered() == [] and harness.job(job_id).failures == 0
     assert passes.servers_to_check_now(harness.dispatcher) == {"gpu"}
     passes.apply_reports(harness.dispatcher, {"gpu": ServerReport(True, 2, frozenset({"x", "y"}))})
-    assert harness.offered() == [], "others still use it"
+    assert harness.offered() == [], "other clients still use the server"
     passes.apply_reports(harness.dispatcher, {"gpu": UP_AND_IDLE})
     assert harness.offered() != []
     assert passes.servers_to_check_now(harness.dispatcher) == set()
 
 
-def test_a_run_of_ours_that_its_server_knows_by_its_attempt_is_no_direct_traffic_when_it_has_just_ended(harness):
+def test_a_run_that_has_just_ended_and_is_reported_by_its_attempt_id_is_not_direct_traffic(harness):
     harness.register(2)
     job_id = harness.submit()
     harness.settle(harness.start())

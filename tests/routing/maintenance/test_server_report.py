@@ -1,4 +1,4 @@
-"""What a server says it runs, against the leases that we hold on it: the five cases, as pure values."""
+"""Comparing a server's reported runs with its leases: the five cases, as pure values."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_match_by_any_name_that_the_server_may_give_the_job(name):
     assert compare_runs([a_lease("a", MIN_AGE_MS, "a-2", "a.2", "its own id")], ids(name)) == NOTHING
 
 
-def test_ghost_a_lease_whose_job_the_server_does_not_know_is_named():
+def test_ghost_the_comparison_names_a_lease_whose_job_the_server_does_not_report():
     assert compare_runs([a_lease("a"), a_lease("b")], ids("b")).stale == ("a",)
 
 
@@ -50,7 +50,7 @@ def test_orphan_and_foreign_whatever_no_lease_covers_is_counted_and_named(runs):
     assert (found.stale, found.unknown_runs, found.unaccounted) == ((), tuple(sorted(runs)), len(runs))
 
 
-def test_a_ghost_and_a_stranger_do_not_cancel_each_other_out():
+def test_a_stale_lease_and_an_unknown_run_are_both_reported():
     assert compare_runs([a_lease("a")], ids("x")) == Comparison(("a",), ("x",), 1)
 
 
@@ -60,7 +60,7 @@ def test_unknown_a_server_without_a_usable_report_frees_and_occupies_no_slot(rep
 
 
 @pytest.mark.parametrize("active", [1, 2])
-def test_a_count_that_is_not_zero_frees_nobody(active):
+def test_a_count_above_zero_makes_no_lease_stale(active):
     assert compare_runs([a_lease("a"), a_lease("b")], count(active)) == NOTHING
 
 

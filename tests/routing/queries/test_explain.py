@@ -50,7 +50,7 @@ def test_a_check_of_the_server_names_the_run(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_without_a_living_worker_a_job_waits_for_one_offered_or_not(harness: Harness, waiting: int) -> None:
+def test_without_a_live_worker_an_offered_or_queued_job_waits_for_a_worker(harness: Harness, waiting: int) -> None:
     harness.register(1)
     jobs = [harness.submit(), harness.submit()]
     workers = WorkerCapacity(harness.dispatcher.slots.scripts)

@@ -1,4 +1,4 @@
-"""Each event is counted once, however many processes count, and wherever they die."""
+"""Each event is counted once, with any number of counting processes, and after a crash at any point."""
 
 import pytest
 
@@ -39,7 +39,9 @@ def test_a_jobs_wait_and_run_are_counted_from_its_events(database: Database, sto
     assert (found.runs[("zimg",)].buckets, found.runs[("zimg",)].sum_s) == (_buckets(20), 20.0)
 
 
-def test_each_attempt_is_counted_by_its_reason_and_a_retry_waits_anew(database: Database, store: JobStore) -> None:
+def test_each_attempt_is_counted_by_its_reason_and_each_retry_has_its_own_wait(
+    database: Database, store: JobStore
+) -> None:
     job = a_queued_job(store)
     run = a_start(store, job.id, now_ms=T0 + SECOND)
     store_end(
@@ -70,7 +72,9 @@ def test_a_job_for_later_waits_from_when_it_is_due(database: Database, store: Jo
     assert found.waits[("zimg", "5")].sum_s == 1.0
 
 
-def test_a_job_for_later_is_accepted_once_though_it_is_due_in_a_later_page(database: Database, store: JobStore) -> None:
+def test_a_delayed_job_that_is_due_in_a_later_page_is_counted_as_accepted_once(
+    database: Database, store: JobStore
+) -> None:
     job = a_delayed_job(store, due_ms=T0 + 60 * SECOND)
     _counted(database)
     store.promote_due(T0 + 60 * SECOND)
@@ -87,7 +91,9 @@ def test_a_job_that_ends_while_it_waits_is_no_attempt(database: Database, store:
     assert found.ended == {("zimg", "canceled"): 1}
 
 
-def test_what_begins_in_one_look_and_ends_in_the_next_is_counted_whole(database: Database, store: JobStore) -> None:
+def test_a_run_that_starts_and_ends_in_different_passes_is_counted_with_its_full_duration(
+    database: Database, store: JobStore
+) -> None:
     job = a_queued_job(store)
     _counted(database)
     run = a_start(store, job.id, now_ms=T0 + 4 * SECOND)

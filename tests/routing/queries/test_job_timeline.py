@@ -89,7 +89,7 @@ def test_a_run_is_slow_if_runs_on_other_servers_took_half_as_long(store: JobStor
     assert ("which was slow: such a run took 2.0 s on other servers" in sentence) is is_slow
 
 
-def test_the_sentence_about_an_unfinished_job_says_so_far(store: JobStore) -> None:
+def test_the_sentence_about_an_unfinished_job_starts_with_so_far(store: JobStore) -> None:
     job = a_queued_job(store, now_ms=T0)
     timeline = _timeline(store, job, _catalog())
     assert timeline.sentence.startswith("So far it has taken 16 min 40 s: it waited for")

@@ -72,7 +72,7 @@ def test_a_redis_that_does_not_answer_is_not_asked_again_at_once(harness: Harnes
     assert len(calls) == 1
 
 
-def test_without_a_living_worker_no_start_is_estimated(measured: Harness) -> None:
+def test_without_a_live_worker_no_start_is_estimated(measured: Harness) -> None:
     jobs = [measured.job(measured.submit()).queued for _ in range(4)]
     nobody = WorkerCapacity(measured.dispatcher.slots.scripts)
     found = [read_position(measured.dispatcher, nobody, job) for job in (jobs[0], jobs[3])]

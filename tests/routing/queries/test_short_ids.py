@@ -1,4 +1,4 @@
-"""Short ids: a job is found by a part of its id; no tenant finds another's so."""
+"""Short ids: a tenant finds its jobs by a part of their ids, and never the jobs of another tenant."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_an_ambiguous_id_returns_five_of_its_jobs_and_that_there_are_more(store:
     assert (len(found.ids), found.more) == (5, True)
 
 
-def test_a_short_id_is_looked_up_by_an_index(store: JobStore) -> None:
+def test_the_search_for_a_short_id_uses_an_index(store: JobStore) -> None:
     store.submit([a_job(id=new_job_id()) for _ in range(4000)], T0)
     store.database.write(lambda tx: tx.connection.exec_driver_sql("ANALYZE"))
     with plans_of(store) as plans:

@@ -26,7 +26,9 @@ def test_production_is_no_condition_and_another_environment_is_one() -> None:
 
 
 @pytest.mark.parametrize("constraints, environment", [({"environment": "testnet"}, "production"), ({}, "a,b")])
-def test_an_environment_is_named_by_its_own_field_and_well(constraints: dict[str, str], environment: str) -> None:
+def test_an_environment_among_the_constraints_or_with_an_invalid_name_is_rejected(
+    constraints: dict[str, str], environment: str
+) -> None:
     with pytest.raises(InvalidJob, match="environment"):
         encode_constraints(constraints, environment)
 
@@ -58,7 +60,7 @@ def test_many_free_servers_of_another_environment_keep_no_job_from_its_server(cl
     assert len(_on(queue, "j2", TESTNET)) == 1
 
 
-def test_a_model_may_have_an_environment_of_its_own_at_a_server() -> None:
+def test_a_model_may_have_another_environment_than_the_other_models_of_its_server() -> None:
     server = CatalogServer("gpu", "zimg", 1, "online", {"zimg": "", "flux": ""}, 0, {"zimg:environment": "testnet"})
     assert unmet_conditions("", server, "zimg") == ["environment=production"]
     assert unmet_conditions("", server, "flux") == unmet_conditions(TESTNET, server, "zimg") == []

@@ -35,7 +35,7 @@ def seen(queue: FleetQueue, epoch: str, offers: int, *held) -> list:
     )
 
 
-def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(own):
+def test_a_restarted_redis_offers_no_job_until_the_queue_is_rebuilt(own):
     with own.client() as client:
         queue = FleetQueue(client).with_slots(2)
         (held,) = queue.enqueue(a("j1", 1))
@@ -46,15 +46,15 @@ def test_a_redis_that_was_started_again_offers_nothing_until_the_room_is_filled(
         queue.client = queue.scripts.redis = client
         assert queue.enqueue(a("j2", 2)) == [] and queue.offer() == []
         assert queue.run("queue_counts")[0] == 0
-        assert queue.claim(held) == "lost", "its slot may be another's by now"
+        assert queue.claim(held) == "lost", "another job may hold the slot"
         assert queue.run("renew", "w1", LEASE_MS, "", 0, "j9", "x") == ["1", 1, ["unknown"]]
         assert queue.open(2) == "opened"
-        assert queue.waiting() == [] and queue.taken() == {}, "what Redis kept is forgotten"
+        assert queue.waiting() == [] and queue.taken() == {}, "the jobs and leases that Redis kept are discarded"
         queue.sync(Server("gpu", 2))
         assert [offer.job for offer in queue.enqueue(a("j1", 1))] == ["j1"]
 
 
-def test_a_redis_that_was_a_replica_in_between_offers_nothing_until_the_room_is_filled(own):
+def test_a_redis_that_was_a_replica_in_between_offers_no_job_until_the_queue_is_rebuilt(own):
     with own.client() as client:
         queue = FleetQueue(client).with_slots(2)
         assert [offer.job for offer in queue.enqueue(a("j1", 1))] == ["j1"]
@@ -65,7 +65,7 @@ def test_a_redis_that_was_a_replica_in_between_offers_nothing_until_the_room_is_
         assert queue.begin() == "cleared"
 
 
-def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own):
+def test_a_queue_is_not_opened_if_redis_restarted_while_it_was_filled(own):
     with own.client() as client:
         queue = FleetQueue(client)
         queue.begin()
@@ -78,7 +78,7 @@ def test_a_room_is_not_opened_if_redis_was_started_again_while_it_was_filled(own
         assert queue.run("open_queue", 1) == "lost"
 
 
-def test_who_begins_later_forgets_nothing_of_what_is_being_filled(queue):
+def test_a_second_begin_keeps_the_jobs_of_a_queue_that_is_being_filled(queue):
     queue.with_slots(1)
     queue.run("discard_queue", 1)
     assert queue.begin() == "cleared"
@@ -88,7 +88,7 @@ def test_who_begins_later_forgets_nothing_of_what_is_being_filled(queue):
     assert queue.begin() == "open" and queue.waiting() == ["j1"]
 
 
-def test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_waits(queue):
+def test_a_queue_that_was_closed_on_purpose_keeps_its_leases_and_discards_its_waiting_jobs(queue):
     queue.with_slots(2)
     running, offered = queue.enqueue(a("running", 1), a("offered", 2))
     queue.claim(running)
@@ -104,7 +104,7 @@ def test_a_room_that_was_closed_on_purpose_keeps_its_leases_and_forgets_what_wai
     assert queue.renew("w1", running) == ["renewed"] and queue.claim(offered, "w2") != "lost"
 
 
-def test_a_newer_room_elsewhere_closes_this_one_and_all_of_it_is_forgotten(queue):
+def test_a_newer_queue_elsewhere_closes_an_older_queue_and_discards_its_contents(queue):
     queue.with_slots(1)
     queue.enqueue(a("j1", 1))
     assert queue.run("discard_queue", 2) == "changed" and queue.run("queue_counts")[0] == 1
@@ -124,7 +124,7 @@ def test_only_a_new_filling_gets_another_name(queue, close):
     assert queue.client.hget(queue.key("meta"), "filling") == after
 
 
-def test_fewer_offers_than_somebody_has_seen_close_the_room(queue):
+def test_an_offer_count_below_the_count_that_a_worker_has_seen_closes_the_queue(queue):
     queue.with_slots(2)
     queue.enqueue(a("j1", 1))
     kept = states(queue.client)
@@ -138,14 +138,14 @@ def test_fewer_offers_than_somebody_has_seen_close_the_room(queue):
 
 
 @pytest.mark.parametrize(("epoch", "offers"), [("1", 2), ("another", 99), ("", 0)])
-def test_a_room_that_has_lost_nothing_stays_open(queue, epoch, offers):
+def test_a_queue_that_has_lost_no_write_stays_open(queue, epoch, offers):
     queue.with_slots(2)
     queue.enqueue(a("j1", 1), a("j2", 2))
     assert seen(queue, epoch, offers) == ["1", 2, []]
     assert queue.run("queue_counts")[0] == 1
 
 
-def test_means_outlive_a_lost_moment_and_not_another_record(queue):
+def test_mean_run_times_survive_a_rebuild_and_not_a_change_of_the_database(queue):
     queue.configure().with_slots(1)
     (held,) = queue.enqueue(a("j1", 1))
     queue.later(500)
@@ -159,7 +159,7 @@ def test_means_outlive_a_lost_moment_and_not_another_record(queue):
     assert queue.run("model_status", "default|zimg", 0)[2] is None
 
 
-def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from_it(queue):
+def test_a_queue_accepts_no_catalog_of_another_database_before_it_is_rebuilt_from_that_database(queue):
     queue.with_slots(1)
     queue.enqueue(a("j1", 1), a("j2", 2))
     assert queue.run("sync_catalog", "another record", 99, -1, 0, 1, 0)[0] == "foreign"
@@ -170,26 +170,26 @@ def test_a_room_of_another_record_takes_nothing_from_it_before_it_is_filled_from
     assert queue.members("free") == ["new-slot0"] and queue.waiting() == []
 
 
-def test_what_a_caller_saw_of_the_catalog_must_still_hold_for_it_to_close_the_room(queue):
+def test_a_queue_is_closed_only_if_the_callers_catalog_version_is_current(queue):
     queue.with_slots(1)
     assert queue.run("close_queue", queue.version - 1) == "changed" and queue.run("queue_counts")[0] == 1
     assert queue.run("close_queue", queue.version) == "closed" and queue.run("queue_counts")[0] == 0
 
 
-def test_slot_1_who_gets_a_slot_that_its_server_has_lost_still_costs_it_another_one(queue):
+def test_slot_1_a_run_restored_on_a_removed_slot_still_uses_one_slot_of_its_server(queue):
     queue.with_slots(2)
     held = {offer.slot: offer for offer in queue.enqueue(a("one", 1), a("two", 2))}
     queue.restore((a("old", 3), "x-1", "w1", "gpu-slot1"))
     queue.sync(Server("gpu", 1))
     assert queue.release(held["gpu-slot0"], "")[1] == [] and queue.enqueue(a("next", 4)) == []
-    assert queue.release(held["gpu-slot1"], "")[1] == [], "the one slot that is left is what the older run costs"
+    assert queue.release(held["gpu-slot1"], "")[1] == [], "the older run uses the one slot that is left"
     assert queue.taken() == {"gpu-slot1": "old"}
 
 
 # -- leases that were lost -------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_began_while_the_room_was_filled_is_taken_out_of_its_lane(queue):
+def test_a_run_that_started_while_the_queue_was_filled_is_removed_from_its_lane(queue):
     queue.sync(Server("gpu"))
     queue.begin()
     queue.enqueue(a("j1", 1), a("j2", 2))

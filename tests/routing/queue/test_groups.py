@@ -1,4 +1,4 @@
-"""Very many different constraints: an offer looks only at what servers here can run, and finds it without a search."""
+"""Very many different constraints: an offer reads only the groups that the fleet's servers can run."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def calls_of(queue: FleetQueue, act) -> int:
 
 
 @POLICIES
-def test_constraints_that_nobody_meets_cost_an_offer_nothing(queue, policy):
+def test_constraints_that_no_server_meets_do_not_slow_down_an_offer(queue, policy):
     queue.configure(policy=policy).with_servers(SMALL)
 
     def one_job(seq):
@@ -60,7 +60,7 @@ def test_the_turn_among_many_constraints_is_that_of_the_policy(queue):
     assert queue.drain() == [job.id for job in sorted(jobs, key=lambda job: (job.priority, job.seq))]
 
 
-def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_ask_for(queue):
+def test_under_fair_the_most_urgent_job_of_a_tenant_comes_first_among_different_constraints(queue):
     queue.configure(policy="fair").with_servers(LARGE)
     queue.cool_down("large", 1000)
     queue.enqueue(*[asks(f"x{n}", n, 1 + n) for n in range(20)], asks("urgent", 99, 40, priority=1))
@@ -68,7 +68,7 @@ def test_under_fair_the_urgent_job_of_a_tenant_comes_first_whatever_its_others_a
     assert queue.drain()[0] == "urgent"
 
 
-def test_a_server_that_comes_gets_what_nobody_met_in_order(queue):
+def test_a_new_server_gets_the_jobs_that_no_other_server_could_run_in_order(queue):
     queue.with_servers(SMALL)
     queue.enqueue(*[asks(f"x{n}", 10 - n, 50 + n) for n in range(5)])
     assert queue.offer() == []
@@ -84,7 +84,7 @@ def test_what_a_server_no_longer_declares_it_gets_no_more(queue):
     assert [offer.job for offer in offers] == ["j3"]
 
 
-def test_a_job_is_never_offered_where_its_needs_are_not_met_though_nobody_has_looked_again_yet(queue):
+def test_a_job_is_never_offered_to_a_server_that_stopped_meeting_its_constraints(queue):
     queue.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = queue.enqueue(asks("j1", 1, 60), asks("j2", 2, 60))
     queue.version += 1

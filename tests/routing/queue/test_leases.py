@@ -166,13 +166,13 @@ def test_an_offer_that_may_not_be_started_now_is_kept_only_if_its_server_may_be_
     assert queue.keep(offer, resumes=True) == "kept"
 
 
-def test_withdrawing_a_job_that_nobody_has_taken_up_frees_its_slot(queue, offer):
+def test_withdrawing_an_unclaimed_job_releases_its_slot(queue, offer):
     assert queue.withdraw(a("j", 1)) == "freed"
     assert queue.members("free") == ["gpu-slot0"] and queue.taken() == {} and queue.lease_of("j") == {}
     assert queue.claim(offer) == "lost"
 
 
-def test_a_job_that_was_withdrawn_does_not_come_back_when_its_last_run_frees_the_slot(queue, held):
+def test_a_withdrawn_job_does_not_return_to_its_lane_when_its_last_run_releases_the_slot(queue, held):
     queue.enqueue(a("j", 1))  # its last run has ended in the database, and still holds the slot
     assert queue.withdraw(a("j", 1)) == "asked"
     assert queue.release(held, "w1", limit=0)[0] == "released"
@@ -263,7 +263,7 @@ def test_a_renewal_is_answered_with_unknown_until_the_queue_is_rebuilt(queue, he
 # -- release ---------------------------------------------------------------------------------------------------
 
 
-def test_a_release_frees_the_slot_and_forgets_the_job(queue, held):
+def test_a_release_frees_the_slot_and_removes_the_job(queue, held):
     assert queue.release(held) == ("released", [])
     assert queue.members("free") == ["gpu-slot0"]
     assert queue.taken() == {} and queue.lease_of("j") == {} and queue.expiry_of("j") is None and queue.waiting() == []
@@ -271,7 +271,7 @@ def test_a_release_frees_the_slot_and_forgets_the_job(queue, held):
 
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
 @pytest.mark.parametrize("back", [True, False])
-def test_nobody_else_releases(queue, held, owner, wrong, back):
+def test_only_the_holder_releases_a_lease(queue, held, owner, wrong, back):
     unchanged(
         queue, lambda: queue.release(held._replace(**wrong), owner, return_to_lane=back, cooldown_ms=9), ("lost", [])
     )
@@ -313,7 +313,7 @@ def test_only_the_first_offer_goes_straight_to_the_taker(queue):
     assert queue.claim(offers[0], "w2") == "lost" and queue.renew("w1", offers[0]) == ["renewed"]
 
 
-def test_a_release_that_came_too_late_still_makes_offers(queue, held):
+def test_a_release_of_a_lost_lease_still_makes_offers(queue, held):
     queue.enqueue(a("next", 2))
     queue.sync(Server("gpu", 2))
     answer, offers = queue.release(held, "w2")
@@ -445,7 +445,7 @@ def test_restoring_before_the_slots_are_known_keeps_the_slot_from_being_offered(
         pytest.param((a("waits", 3), "p9-9", "w9", "gpu-slot1"), id="the job waits"),
     ],
 )
-def test_restore_leaves_alone_what_stands_there(queue, held, lease):
+def test_restore_changes_no_queued_job_and_no_existing_lease(queue, held, lease):
     queue.enqueue(a("waits", 3))
     queue.sync(Server("gpu", 2))
     unchanged(queue, lambda: queue.restore(lease), 0)
@@ -477,18 +477,18 @@ def test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot
     assert [queue.claim(offer, owner) for owner in ("w1", "w2")] == ["claimed", "lost"]
 
 
-def test_until_the_room_is_open_a_runs_lease_replaces_the_restored_offer_that_it_had_claimed(queue):
+def test_before_the_queue_is_open_a_restored_run_replaces_the_restored_offer_that_it_had_claimed(queue):
     queue.sync(Server("gpu", 1))
     offered, held = (a("j", 1), "p1-8", "", "gpu-slot0"), (a("j", 1), "p1-7", "w1", "gpu-slot0")
     assert queue.restore(offered) == 1
-    assert queue.offer(claimant="w2") == [], "the slot may be another's by now"
+    assert queue.offer(claimant="w2") == [], "another job may hold the slot"
     assert queue.restore(held) == 1
     queue.open()
     assert queue.taken() == {"gpu-slot0": "j"} and queue.offer(claimant="w2") == []
     assert queue.renew("w1", Offered("j", "p1-7", "gpu-slot0", "gpu", "zimg", 0, "w1")) == ["renewed"]
 
 
-def test_an_open_offer_in_an_open_room_is_not_replaced(queue):
+def test_restore_does_not_replace_an_open_offer_in_an_open_queue(queue):
     queue.with_slots(1)
     offer = Offered("j", "p1-8", "gpu-slot0", "gpu", "zimg", 0, "")
     queue.restore((a("j", 1), "p1-8", "", "gpu-slot0"))

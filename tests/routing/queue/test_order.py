@@ -1,4 +1,4 @@
-"""Whose turn it is: order in a lane, across lanes, after a retry, after a change of policy (ORDER-1)."""
+"""The order of jobs: in a lane, across lanes, after a retry, after a change of policy (ORDER-1)."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_acceptance_numbers_are_exact_up_to_two_to_the_49_in_every_priority(queu
     assert seen == ids(jobs)
 
 
-def test_the_largest_number_of_a_priority_still_comes_before_the_smallest_of_the_next(queue):
+def test_the_largest_sequence_number_of_a_priority_precedes_the_smallest_of_the_next_priority(queue):
     jobs = [
         a(f"t{priority}{end}", seq, priority)
         for priority in range(1, 10)
@@ -77,7 +77,7 @@ def test_the_largest_number_of_a_priority_still_comes_before_the_smallest_of_the
     assert queue.drain() == ids(jobs)
 
 
-def test_a_job_that_comes_back_stands_where_it_stood(queue):
+def test_a_job_that_returns_to_its_lane_keeps_its_place(queue):
     queue.with_slots(1)
     (offer, *_) = queue.enqueue(a("first", 1), a("second", 2), a("third", 3))
     queue.claim(offer)
@@ -85,7 +85,7 @@ def test_a_job_that_comes_back_stands_where_it_stood(queue):
     assert queue.drain() == ["first", "second", "third"]
 
 
-def test_a_job_that_comes_back_into_an_empty_lane_makes_the_lane_again(queue):
+def test_a_job_that_returns_to_an_empty_lane_creates_the_lane_again(queue):
     queue.with_slots(1)
     (offer,) = queue.enqueue(a("alone", 7, priority=3))
     assert queue.lanes() == [] and queue.client.hlen(queue.key("lanes")) == 0
@@ -144,7 +144,7 @@ def test_nothing_is_offered_before_the_queue_is_open(queue):
     assert [offer.job for offer in queue.offer()] == ["first", "second"]
 
 
-def test_a_room_is_opened_once(queue):
+def test_a_queue_is_opened_once(queue):
     assert queue.open(1) == "opened"
     before = queue.dump()
     assert queue.open(2) == "open"
@@ -200,7 +200,7 @@ def test_withdrawing_an_absent_job_leaves_no_trace(queue):
 
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
-def test_position_counts_the_jobs_of_the_model_that_come_first(queue, policy):
+def test_the_position_counts_the_jobs_of_the_same_model_ahead(queue, policy):
     draw = random.Random(5)
     jobs = [a(f"j{seq}", seq, draw.randint(1, 9)) for seq in range(1, 40)]
     queue.configure(policy=policy)

@@ -77,7 +77,7 @@ def test_every_job_is_offered_once_and_lanes_keep_the_order_of_acceptance(queue,
 
 
 @every_policy
-def test_a_job_that_comes_back_is_offered_before_those_behind_it(queue, policy):
+def test_a_job_that_returns_to_its_lane_is_offered_before_later_jobs(queue, policy):
     queue.configure(policy=policy).with_slots(1)
     jobs = [a(f"j{n}", n, created=START_MS + n) for n in range(1, 6)]
     queue.enqueue(*jobs)
@@ -109,11 +109,11 @@ def test_the_position_that_is_returned_on_entry_is_the_position_of_the_job(queue
         assert (["waiting", ahead], run_ms) == (queue.position(job), None)
 
 
-def test_a_job_that_is_offered_as_it_comes_in_has_no_position(queue):
+def test_a_job_that_is_offered_when_it_is_enqueued_has_no_position(queue):
     queue.with_slots(1)
     assert queue.place_on_entry(a("first", 1))[0] is None
     assert queue.place_on_entry(a("second", 2))[0] == 0
-    assert queue.place_on_entry(a("first", 1))[0] is None, "it holds its slot still"
+    assert queue.place_on_entry(a("first", 1))[0] is None, "the job still holds its slot"
 
 
 def test_under_fair_the_position_counts_the_turns_of_other_tenants(queue):
@@ -127,7 +127,7 @@ def test_under_fair_the_position_counts_the_turns_of_other_tenants(queue):
 
 
 @every_policy
-def test_the_order_is_the_same_however_often_jobs_are_put_in(queue, policy):
+def test_enqueuing_jobs_twice_does_not_change_their_order(queue, policy):
     jobs = mixed(100)
     queue.configure(policy=policy)
     queue.enqueue(*jobs)
@@ -156,7 +156,7 @@ def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(qu
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_edf_offers_the_earliest_deadline_first_whatever_came_when(queue, seed):
+def test_edf_offers_the_earliest_deadline_first_in_any_order_of_arrival(queue, seed):
     kinds = itertools.cycle(("", "gpu=A100"))
     jobs = [replace(job, constraints=next(kinds)) for job in mixed(300, seed)]
     queue.configure(policy="edf")
@@ -167,7 +167,7 @@ def test_edf_offers_the_earliest_deadline_first_whatever_came_when(queue, seed):
     assert queue.drain() == ids(sorted(jobs, key=by_deadline))
 
 
-def test_under_edf_a_job_that_comes_back_goes_before_later_deadlines(queue):
+def test_under_edf_a_job_that_returns_to_its_lane_precedes_later_deadlines(queue):
     first, second = (a(name, n, deadline=START_MS + 1000 * n) for n, name in ((1, "first"), (2, "second")))
     queue.configure(policy="edf").with_slots(1)
     (offer,) = queue.enqueue(second)
@@ -221,7 +221,7 @@ def test_a_paused_tenant_waits_and_keeps_its_place(queue, policy):
 
 @every_policy
 @pytest.mark.parametrize("rule", ["paused", "no slot left"])
-def test_what_holds_a_tenant_up_does_not_hide_its_own_jobs_from_each_other(queue, policy, rule):
+def test_the_positions_of_a_blocked_tenants_jobs_count_its_other_jobs(queue, policy, rule):
     jobs = mixed(60, tenants=1)
     limits = {"tenant_slots": 1} if rule == "no slot left" else {}
     queue.configure(policy=policy, **limits)
@@ -274,14 +274,14 @@ def test_a_tenant_holds_at_most_max_slots_of_a_fleet(queue, policy):
 
 @every_policy
 @pytest.mark.parametrize("state", ["paused", "frozen"])
-def test_a_stopped_model_is_offered_to_nobody_until_it_goes_on(queue, policy, state):
+def test_jobs_of_a_stopped_model_are_not_offered_until_the_model_resumes(queue, policy, state):
     queue.configure(policy=policy, state=state).with_slots(2)
     assert queue.enqueue(a("j1", 1)) == []
     queue.configure(policy=policy, state="draining")
-    assert [offer.job for offer in queue.offer()] == ["j1"], "what waits goes on; only new jobs are refused"
+    assert [offer.job for offer in queue.offer()] == ["j1"], "queued jobs continue; only new jobs are refused"
 
 
-def test_a_policy_that_only_another_release_knows_counts_as_none_until_another_is_chosen(queue):
+def test_an_unknown_policy_orders_by_priority_until_another_policy_is_chosen(queue):
     jobs = mixed(60)
     queue.configure(policy="of-tomorrow", tier_head_start=1)
     queue.enqueue(*jobs)
@@ -305,7 +305,7 @@ def test_a_first_job_is_offered_whatever_the_policy_of_a_model_that_shares_its_s
 @pytest.mark.parametrize(
     ("policy", "seed"), [("aging", seed) for seed in range(25)] + [("doubling", seed) for seed in range(5)]
 )
-def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bound(queue, policy, seed):
+def test_under_aging_no_job_is_overtaken_by_a_job_created_later_than_the_printed_bound(queue, policy, seed):
     draw = random.Random(seed)
     config = a_config(policy, tier_head_start=draw.choice([0.5, 3, 20]))
     queue.configure(policy=policy, tier_head_start=config.tier_head_start).with_slots(1)
@@ -313,7 +313,7 @@ def test_under_aging_nobody_is_overtaken_by_what_came_later_than_the_printed_bou
     for _ in range(300):
         for _ in range(draw.choice([0, 0, 1, 1, 1, 2, 5])):
             seq += 1
-            # A steady stream of the most urgent, and few others: under strict priorities those would starve.
+            # Most jobs are of the highest priority; under strict priorities the few others would starve.
             job = a(f"j{seq}", seq, 1 if draw.random() < 0.7 else draw.randint(2, 9), created=queue.now)
             jobs[job.id] = job
             offers += queue.enqueue(job)
@@ -405,7 +405,7 @@ def test_under_fair_a_tenant_that_was_idle_has_saved_nothing(queue):
     assert 4 <= sum(job.startswith("new") for job in order) <= 6, "half of the turns, and not all of them"
 
 
-def test_under_fair_a_long_run_is_charged_while_it_goes_on(queue):
+def test_under_fair_a_long_run_is_charged_while_it_runs(queue):
     queue.configure(policy="fair").with_slots(2)
     queue.enqueue(*[a(f"long{n}", n, tenant="long") for n in range(1, 9)], limit=1)
     (held,) = queue.held()
@@ -415,7 +415,7 @@ def test_under_fair_a_long_run_is_charged_while_it_goes_on(queue):
         queue.later(SECOND)
         assert queue.renew("w1", long) == ["renewed"]
     queue.enqueue(*[a(f"short{n}", 50 + n, tenant="short") for n in range(1, 30)], limit=0)
-    assert all(job.startswith("short") for job in drain_for(queue, 20)), "it has used five seconds already"
+    assert all(job.startswith("short") for job in drain_for(queue, 20)), "the long run has used five seconds"
 
 
 def test_under_fair_what_a_run_really_took_replaces_the_estimate(queue):
@@ -428,7 +428,7 @@ def test_under_fair_what_a_run_really_took_replaces_the_estimate(queue):
     assert xs > 20 * ys
 
 
-def test_tags_of_tenants_that_have_gone_are_forgotten(queue):
+def test_tags_of_tenants_without_jobs_are_deleted(queue):
     queue.configure(policy="fair").with_slots(1)
     for n in range(1, 600):
         queue.enqueue(a(f"j{n}", n, tenant=f"t{n}"), limit=0)
@@ -469,7 +469,7 @@ def test_a_job_is_offered_only_where_its_needs_are_met(queue, constraints, where
     assert found == where
 
 
-def test_a_job_that_nobody_can_take_now_does_not_hold_up_those_behind_it(queue):
+def test_a_job_without_a_suitable_free_slot_does_not_block_the_jobs_behind_it(queue):
     queue.with_servers(A100, T4)
     queue.enqueue(a("first", 1, constraints="gpu=A100"), a("stuck", 2, 1, constraints="gpu=A100"), a("free to go", 3))
     assert queue.taken() == {"big-slot0": "stuck", "small-slot0": "free to go"}
@@ -613,7 +613,7 @@ def test_a_model_change_is_announced_to_the_server_again_if_the_announcing_job_w
     assert swaps(offer)
 
 
-def test_a_server_of_one_model_has_it_whatever_came_of_a_run(queue):
+def test_a_server_of_one_model_swaps_no_model_after_any_outcome_of_a_run(queue):
     _, offer = _changing(queue, "m0")
     _, (again,) = queue.release(offer, "", return_to_lane=True)
     assert not swaps(again)
@@ -659,7 +659,7 @@ def why_of(queue: FleetQueue) -> list:
     return queue.run("server_status")[0][7:10]
 
 
-def test_a_breaker_says_until_when_and_why_it_is_open(queue):
+def test_an_open_breaker_reports_its_end_time_and_its_cause(queue):
     queue.with_slots(1)
     assert why_of(queue) == [0, "", 0]
     fail(queue, 3)
@@ -690,7 +690,7 @@ def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_thro
     assert [offer.job for offer in offers] == ["j2", "j3"] and breaker_of(queue) == "closed"
 
 
-def test_a_refused_job_says_that_its_server_is_well_and_not_how_long_runs_take(queue):
+def test_a_refused_job_counts_as_a_success_for_the_breaker_and_not_for_the_mean_run_time(queue):
     queue.with_slots(1)
     for n in (1, 11):
         fail(queue, 2, first=n)
@@ -753,7 +753,7 @@ def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(queue):
     assert [offer.job for offer in offers] == ["g1", "g2"]
 
 
-def test_a_breaker_that_somebody_closes_lets_everything_through(queue):
+def test_a_breaker_that_an_operator_resets_allows_all_offers(queue):
     queue.with_slots(1)
     fail(queue, 3)
     queue.cool_down("gpu", 1000)
@@ -762,7 +762,7 @@ def test_a_breaker_that_somebody_closes_lets_everything_through(queue):
     assert breaker_of(queue) == "closed" and [offer.job for offer in queue.offer()] == ["j1"]
 
 
-def test_a_probe_that_says_nothing_lets_another_one_try(queue):
+def test_a_probe_without_a_signal_lets_another_probe_start(queue):
     queue.with_slots(1)
     fail(queue, 3)
     queue.enqueue(a("j1", 11))

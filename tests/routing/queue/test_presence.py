@@ -1,4 +1,4 @@
-"""Nodes: which of them take jobs, and whose connection counts."""
+"""Nodes: which nodes take jobs, and which connection of a node is current."""
 
 import pytest
 
@@ -131,7 +131,7 @@ def test_the_presence_of_a_removed_node_does_not_apply_to_a_later_one(queue: Fle
     assert presence.list_present(["zimg"]) == {"zimg": {}}
 
 
-def test_a_gateway_notices_that_a_fleet_does_not_know_its_nodes(queue: FleetQueue, presence: Presence) -> None:
+def test_a_gateway_detects_that_a_fleet_has_lost_its_nodes(queue: FleetQueue, presence: Presence) -> None:
     queue.with_servers(NODE)
     assert presence.knows_gateway("g1", ["zimg"]) == {"zimg": False}
     presence.set_present("zimg", [NodePresence("attic", 5, True)], "g1")
@@ -145,7 +145,7 @@ def test_a_gateway_notices_that_a_fleet_does_not_know_its_nodes(queue: FleetQueu
 # -- whose connection counts -------------------------------------------------------------------------------------
 
 
-def test_a_connection_number_grows_although_redis_was_emptied(queue: FleetQueue, gateways: Gateways) -> None:
+def test_a_connection_number_grows_after_redis_is_emptied(queue: FleetQueue, gateways: Gateways) -> None:
     presence = gateways.presence
     first = presence.connect("n1", "i1", "g1", CONNECTED)
     second = presence.connect("n1", "i1", "g1", CONNECTED)
@@ -155,7 +155,7 @@ def test_a_connection_number_grows_although_redis_was_emptied(queue: FleetQueue,
     assert START_MS <= first.number < second.number < third.number
 
 
-def test_another_instance_is_refused_while_the_first_is_connected_at_a_living_gateway(
+def test_a_second_instance_of_a_node_is_refused_while_the_first_is_connected_to_a_live_gateway(
     gateways: Gateways, presence: Presence
 ) -> None:
     first = presence.connect("n1", "i1", "g1", CONNECTED)
@@ -166,7 +166,7 @@ def test_another_instance_is_refused_while_the_first_is_connected_at_a_living_ga
     assert presence.connect("n1", "i1", "g1", CONNECTED).number > first.number
 
 
-def test_the_same_instance_replaces_its_own_connection(presence: Presence) -> None:
+def test_a_new_connection_of_the_same_instance_replaces_the_old_connection(presence: Presence) -> None:
     first = presence.connect("n1", "i1", "g1", CONNECTED)
     assert presence.connect("n1", "i1", "g2", CONNECTED) == Claim(first.number + 1, "g1")
 

@@ -1,4 +1,4 @@
-"""The slots of a fleet: which are offered or in cooldown, and what a change of the catalog does (SLOT-2, LEASE-1)."""
+"""The slots of a fleet: which are offered or in cooldown, and the effect of a catalog change (SLOT-2, LEASE-1)."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_a_slot_that_is_taken_away_under_a_lease_is_kept_until_its_release_and_n
     assert queue.members("free") == queue.members("cooling") == []
 
 
-def test_a_slot_that_came_back_while_it_was_leased_is_not_free_twice(queue):
+def test_a_leased_slot_that_is_removed_and_added_again_is_free_only_after_its_release(queue):
     queue.with_slots(2)
     _, held = queue.enqueue(a("j1", 1), a("j2", 2))
     queue.sync(Server("gpu", 1))
@@ -116,7 +116,7 @@ def test_a_removed_server_keeps_only_its_leases(queue):
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_the_name_of_a_server_may_look_like_the_name_of_a_slot(queue, name):
+def test_a_server_name_may_look_like_a_slot_name(queue, name):
     queue.with_servers(Server(name, 2), Server(name + "0", 1))
     one, two, three = queue.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
     assert {one.server, two.server, three.server} == {name, name + "0"}
@@ -129,7 +129,7 @@ def test_the_name_of_a_server_may_look_like_the_name_of_a_slot(queue, name):
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_models_name_may_look_like_anything(queue, name):
+def test_a_model_name_may_look_like_a_server_or_slot_name(queue, name):
     queue.with_servers(Server("gpu", 1, models=(name,)))
     queue.enqueue(a("foreign", 1, model=name + "x"), a("foreign too", 2, model="x" + name))
     (offer,) = queue.enqueue(a("j", 3, model=name))
@@ -175,7 +175,7 @@ def test_the_slot_that_has_been_free_for_longest_is_offered_first(queue):
     ]
 
 
-def test_slot_2_a_free_slot_is_found_however_many_others_serve_nothing_that_waits(queue):
+def test_slot_2_a_free_slot_is_found_among_any_number_of_slots_without_a_matching_job(queue):
     queue.with_servers(Server("idle", 300, models=("flux",)))
     queue.later(1)
     queue.sync(Server("idle", 300, models=("flux",)), Server("gpu", 1))
@@ -183,7 +183,7 @@ def test_slot_2_a_free_slot_is_found_however_many_others_serve_nothing_that_wait
 
 
 @pytest.mark.parametrize("between", [63, 64, 300])
-def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_between_them(queue, between):
+def test_slot_2_every_slot_of_a_server_is_found_with_any_number_of_free_slots_between_them(queue, between):
     large = Server("large", 2, attributes={"memory": 80})
     queue.with_servers(large, *[Server(f"small{n}") for n in range(between)])
     queue.client.zadd(queue.key("free"), {"large-slot0": START_MS - 1, "large-slot1": START_MS + 1})
@@ -196,14 +196,14 @@ def test_slot_2_all_slots_of_a_server_are_found_however_many_others_became_free_
     [lambda queue: queue.enqueue(a("j", 1)), lambda queue: queue.cool_down("gpu7", 1000)],
     ids=["offer", "cooldown"],
 )
-def test_what_concerns_one_server_looks_at_few_of_a_thousand(queue, act):
+def test_an_operation_on_one_server_of_a_thousand_runs_few_redis_commands(queue, act):
     queue.with_servers(*[Server(f"gpu{n}") for n in range(1000)])
     queue.client.config_resetstat()
     act(queue)
     assert sum(row["calls"] for row in queue.client.info("commandstats").values()) < 150
 
 
-def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(queue):
+def test_slot_2_a_job_is_found_behind_any_number_of_lanes_without_a_slot(queue):
     queue.enqueue(*[a(f"no{priority}-{n}", n, priority, f"m{n}") for n in range(40) for priority in range(1, 9)])
     queue.with_slots(1)
     assert [offer.job for offer in queue.enqueue(a("j", 1000, 9))] == ["j"]
@@ -212,7 +212,7 @@ def test_slot_2_a_job_is_found_however_many_lanes_before_it_have_no_slot(queue):
 # -- cooldowns and their ends ----------------------------------------------------------------------------------------
 
 
-def test_each_rest_in_a_row_is_twice_as_long_up_to_the_longest(queue):
+def test_each_consecutive_cooldown_is_twice_as_long_up_to_the_maximum(queue):
     queue.with_slots(1)
     assert [queue.cool_down("gpu", 1000, 30_000)[0] for _ in range(8)] == [
         1000,
@@ -270,7 +270,7 @@ def test_a_cooldown_that_ends_on_a_server_that_is_not_online_frees_nothing(queue
     assert queue.members("free") == queue.members("cooling") == []
 
 
-def test_more_slots_than_one_look_takes_wake_in_the_next(queue):
+def test_slots_above_the_limit_of_one_pass_leave_their_cooldown_in_the_next_pass(queue):
     queue.with_slots(150)
     queue.cool_down("gpu", 1000)
     queue.later(1000)
@@ -376,7 +376,7 @@ def test_slots_that_are_given_back_are_offered_again_beside_the_leases_that_outl
     assert [offer.slot for offer in queue.offer()] == [held[0].slot]
 
 
-def test_a_server_that_comes_again_under_its_name_begins_anew(queue):
+def test_a_server_that_is_registered_again_under_its_name_starts_without_its_old_state(queue):
     queue.with_slots(1)
     for n in range(3):
         (offer,) = queue.enqueue(a(f"f{n}", n))
@@ -398,7 +398,7 @@ def test_a_sync_writes_the_index_of_a_kind_again_if_it_lacks_slots(queue):
     assert queue.client.zrange(index, 0, -1) == complete
 
 
-def test_of_servers_that_come_and_go_nothing_is_left(queue):
+def test_removed_servers_leave_no_keys(queue):
     queue.with_slots(1)
     queue.enqueue(a("first", 1))
     before = queue.dump()
@@ -426,8 +426,8 @@ def test_a_count_of_leases_that_is_wrong_is_mended_by_a_repair(queue):
 # -- changes of the catalog ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [1, 2])  # Every second version is brought as its changes.
-def test_a_server_that_comes_back_smaller_under_its_leases_gets_no_more_runs_than_it_has_slots(queue, first):
+@pytest.mark.parametrize("first", [1, 2])  # Every second version is sent as a list of changes.
+def test_a_server_that_returns_with_fewer_slots_than_leases_gets_no_run_above_its_slots(queue, first):
     queue.version = first
     queue.with_slots(3)
     *ended, held = queue.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))

@@ -1,4 +1,4 @@
-"""Turns that last: jobs that wait for a rare server, for a server of another model, or with a new weight."""
+"""Turns over many offers: jobs that wait for a rare server, for a server of another model, or with a new weight."""
 
 import random
 
@@ -47,7 +47,7 @@ def others_go_on(queue: FleetQueue) -> None:
         turn(queue, "common")
 
 
-def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_submits_more(scarce):
+def test_under_fair_a_tenant_that_waits_for_a_rare_server_keeps_its_place_when_it_submits_more(scarce):
     others_go_on(scarce)
     scarce.enqueue(rare("n1", 3, "newcomer"))
     others_go_on(scarce)
@@ -55,7 +55,7 @@ def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_submits_
     assert turn(scarce, "rare") == "q1"
 
 
-def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_withdraws_one_job(scarce):
+def test_under_fair_a_tenant_that_waits_for_a_rare_server_keeps_its_place_when_it_withdraws_a_job(scarce):
     second = rare("q2", 4, "q")
     scarce.enqueue(second)
     others_go_on(scarce)
@@ -65,13 +65,13 @@ def test_under_fair_who_waits_for_a_rare_server_keeps_its_place_when_it_withdraw
     assert turn(scarce, "rare") == "q1"
 
 
-def test_under_fair_the_urgent_job_of_a_tenant_comes_first_however_long_its_others_have_waited(scarce):
+def test_under_fair_the_most_urgent_job_of_a_tenant_precedes_its_jobs_that_have_waited_longer(scarce):
     others_go_on(scarce)
     scarce.enqueue(rare("urgent", 4, "q", 1))
     assert turn(scarce, "rare") == "urgent"
 
 
-def test_under_fair_the_position_of_who_waits_for_a_rare_server_counts_nobody_behind_it(scarce):
+def test_under_fair_the_position_of_a_job_that_waits_for_a_rare_server_counts_no_later_job(scarce):
     others_go_on(scarce)
     scarce.enqueue(rare("n1", 3, "newcomer"))
     assert scarce.position(rare("q1", 2, "q")) == ["waiting", 0]
@@ -102,7 +102,7 @@ def test_under_fair_a_weight_that_is_taken_back_counts_for_what_was_used_before_
     assert sum(turn(queue, "gpu", SECOND).startswith("slow") for _ in range(40)) >= 15
 
 
-def test_fair_begins_anew_when_it_is_chosen_again(queue):
+def test_fair_starts_without_old_tags_when_it_is_chosen_again(queue):
     queue.configure(policy="fair").with_slots(1)
     queue.enqueue(*[a(f"early{n}", n, tenant="early") for n in range(200)])
     for _ in range(50):
@@ -117,8 +117,8 @@ def test_fair_begins_anew_when_it_is_chosen_again(queue):
     assert 8 <= following.count("late") <= 12
 
 
-def test_tags_are_forgotten_whatever_else_the_fleet_offers_in_between(queue):
-    """Offers are counted by the fleet: those of one model may all have odd numbers."""
+def test_tags_are_deleted_although_the_fleet_offers_other_models_in_between(queue):
+    """The fleet counts offers for all its models, so the offers of one model may all have odd numbers."""
     queue.configure("zimg", policy="fair").configure("flux", policy="fifo")
     queue.with_servers(Server("gpu", 1), Server("other", 1, models=("flux",)))
     queue.enqueue(*[a(f"steady{n}", n, tenant="steady") for n in range(1, 1000)], limit=1)
@@ -154,16 +154,16 @@ def step(queue: FleetQueue) -> str:
     return turn(queue, "gpu", 500)
 
 
-def test_a_job_that_is_passed_over_does_not_begin_anew_when_one_comes_in_between_whose_turn_it_was(queue):
+def test_a_passed_over_job_keeps_its_affinity_wait_when_a_more_urgent_job_runs_in_between(queue):
     share(queue, {"affinity": 5}, {"affinity": 5})
     queue.enqueue(a("first", 1, model="m0"))
     queue.enqueue(a("other", 2, model="m1"))
     came = queue.now
-    for n in range(3, 100):  # every other job of the loaded model is more urgent, and comes before it by right
+    for n in range(3, 100):  # every second job of the loaded model is more urgent and precedes "other"
         queue.enqueue(a(f"j{n}", n, 1 if n % 2 else 5, model="m0"), a(f"k{n}", 1000 + n, 5, model="m0"))
         if step(queue) == "other":
             break
-    assert queue.now - came <= 7 * SECOND, "the affinity, and the runs before and after it"
+    assert queue.now - came <= 7 * SECOND, "the affinity time, and the runs before and after it"
 
 
 def test_a_job_is_passed_over_no_longer_because_a_third_model_had_its_turn(queue):
@@ -262,7 +262,7 @@ def test_the_position_among_very_many_lanes_is_estimated_well(queue, policy, cou
         assert abs(queue.position(order[n])[1] - n) <= 0.05 * len(order), order[n]
 
 
-def test_a_position_looks_at_a_bounded_number_of_lanes_however_many_classes_there_are(queue):
+def test_a_position_reads_a_bounded_number_of_lanes_for_any_number_of_classes(queue):
     queue.configure(policy="fifo").sync(Server("gpu", attributes={"memory": 300}))
     jobs = [a(f"j{n}", n, 1 + n % 9, tenant=f"t{n % 7}", constraints=f"memory>={n % 300}") for n in range(5400)]
     queue.enqueue(*jobs, limit=0)
@@ -301,14 +301,14 @@ def test_kinds_whose_jobs_cannot_start_now_hide_no_others(crowded: FleetQueue) -
     assert [offer.model for offer in crowded.offer()] == ["m0", "m0"]
 
 
-def test_a_kind_that_was_left_out_is_looked_at_again_when_it_gets_a_job_or_a_free_slot(crowded: FleetQueue) -> None:
+def test_a_skipped_kind_is_considered_again_when_it_gets_a_job_or_a_free_slot(crowded: FleetQueue) -> None:
     first, _ = crowded.enqueue(*(a(f"j{n}", n, model="m0") for n in range(3)))
     assert crowded.members("meta:ready") == [], "no kind has a free slot and a waiting job"
     assert [offer.job for offer in crowded.enqueue(a("j3", 3, model="m1"))] == ["j3"]
     assert [offer.job for offer in crowded.release(first, "", signal="ok")[1]] == ["j2"]
 
 
-def test_a_job_that_came_while_a_model_had_many_kinds_is_offered_when_it_has_few(crowded: FleetQueue) -> None:
+def test_a_job_enqueued_while_its_model_had_many_kinds_is_offered_when_the_model_has_few(crowded: FleetQueue) -> None:
     few = crowded.servers
     crowded.enqueue(*(a(f"j{n}", n, model="m0") for n in range(3)))
     crowded.sync(*few, *(Server(f"own{n}", models=("m3",), attributes={"host": f"h{n}"}) for n in range(65)))

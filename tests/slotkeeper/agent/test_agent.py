@@ -1,4 +1,4 @@
-"""A node's runs: on disk before they begin and before their slot is free, found again, and signed for who asks."""
+"""A node's runs: stored on disk before they start and before their slot is free, found after a restart, and signed."""
 
 import hashlib
 import threading
@@ -191,7 +191,7 @@ def test_a_forwarded_run_holds_its_slot_until_its_server_is_gone(homes: Callable
     ("headers", "scope"),
     [({"x_model": "other"}, "node"), ({"x_node_declaration": "newer"}, "node")],
 )
-def test_the_node_says_that_a_job_is_not_for_it(
+def test_a_node_refuses_a_job_of_another_model_or_declaration(
     homes: Callable[..., Home], headers: dict[str, str], scope: str
 ) -> None:
     given = {"x_model": "zimg", "x_job_id": "j1", "x_attempt": "1", **headers}
@@ -323,7 +323,7 @@ def test_an_enrolment_whose_answer_was_lost_is_sent_again_with_the_same_key(tmp_
         load_identity(tmp_path)
 
 
-def test_a_run_that_is_just_beginning_is_not_taken_for_one_that_never_came(homes: Callable[..., Home]) -> None:
+def test_a_run_that_is_starting_is_not_reported_as_never_received(homes: Callable[..., Home]) -> None:
     home = homes()
     request = Request("POST", "/run", {"x-job-id": "j1", "x-attempt": "1", "x-model": "zimg"}, _PAYLOAD)
     home.agent.routes.note_arrival(request)

@@ -108,7 +108,7 @@ def test_a_refusal_that_a_unit_returns_writes_no_entry(database):
     assert _words(database) == ["model.keep"]
 
 
-def test_no_secret_stands_in_an_act(database):
+def test_no_audit_entry_contains_a_secret(database):
     key = Tenants(database).add(Tenant("acme"), T0).key
     Catalog(database).set_secret(Secret("HF", None, "sealed-text", None, T0))
     for done in audit.find_entries(database, AuditFilter()):

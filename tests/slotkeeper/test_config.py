@@ -131,7 +131,7 @@ def test_only_a_finite_number_is_a_number(name, wrong):
         ({"weights": {f"t{n}": 1 for n in range(10_001)}}, "at most 10000 items"),
     ],
 )
-def test_a_refusal_says_what_would_do(wrong, remedy):
+def test_a_validation_error_names_the_valid_values(wrong, remedy):
     with pytest.raises(ValidationError, match=remedy):
         ModelConfig(**wrong)
 
@@ -166,14 +166,14 @@ def test_a_configuration_cannot_be_changed():
         ModelConfig().max_retries = 1
 
 
-def test_the_record_is_sqlite_in_the_home_folder_by_default(monkeypatch, tmp_path):
+def test_the_default_database_is_sqlite_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     settings = StorageSettings()
     assert settings.sqlalchemy_url == f"sqlite:///{tmp_path / 'var' / 'record.db'}"
     assert (settings.idempotency_window_s, settings.retention_s) == (86_400, 30 * 86_400)
 
 
-def test_the_environment_says_where_the_record_lies(monkeypatch):
+def test_the_environment_sets_the_location_of_the_database(monkeypatch):
     monkeypatch.setenv("SLOTKEEPER_HOME", "/srv/slotkeeper")
     assert StorageSettings().home == Path("/srv/slotkeeper")
     assert StorageSettings().sqlalchemy_url == "sqlite:////srv/slotkeeper/record.db"

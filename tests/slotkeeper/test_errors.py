@@ -12,8 +12,8 @@ ALL = [
 ]
 
 
-def test_every_error_has_a_code_of_its_own():
-    """But an invalid job, which is an invalid request to clients."""
+def test_every_error_has_a_unique_code():
+    """InvalidJob is the exception: clients see it as an invalid request."""
     codes = [error.code for error in ALL if error is not InvalidJob]
     assert len(codes) == len(set(codes)) > 5
     assert "error" not in codes
@@ -32,7 +32,7 @@ def test_an_invalid_job_names_the_field():
     assert InvalidJob("priority", "must be 1 to 9").facts == {"field": "priority"}
 
 
-def test_what_may_be_tried_again_says_when():
+def test_an_error_that_may_be_retried_names_the_retry_time():
     assert DatabaseUnavailable("gone").retry_after_s > 0
     assert TooManyRequests("full", 1.5).retry_after_s == 1.5
     assert Conflict("no").retry_after_s is None

@@ -8,7 +8,7 @@ NUMBERS = [0, -1, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1, 2**64, -(2**63) - 1
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_whole_number_comes_back_as_it_went(number):
+def test_a_whole_number_survives_a_json_round_trip(number):
     text = json.dumps({"a": [number]}, separators=(",", ":")).encode()
     assert json_text.dumps(json_text.loads(text)) == text
     assert json_text.dumps({"a": [number]}) == text

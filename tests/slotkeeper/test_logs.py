@@ -225,7 +225,7 @@ def stalled() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.timeout(60)
-def test_a_process_goes_on_and_ends_though_nobody_reads_its_log(stalled: subprocess.Popen[str]) -> None:
+def test_a_process_works_and_exits_although_no_reader_consumes_its_log(stalled: subprocess.Popen[str]) -> None:
     assert stalled.stdout is not None and stalled.stdin is not None
     assert stalled.stdout.readline().startswith("done ")
     stalled.stdin.close()

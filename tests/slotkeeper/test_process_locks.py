@@ -1,4 +1,4 @@
-"""That a process has ended is proved by its kernel's lock alone, and by nothing that only looks like it."""
+"""Only the kernel's lock on a process's file proves that the process has ended."""
 
 import fcntl
 import os
@@ -130,8 +130,8 @@ def test_where_the_kernel_has_no_boot_id_nothing_is_locked_and_nothing_is_proved
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_copy_of_a_living_processs_file_proves_nothing(folder, tmp_path):
-    """As of a state folder that was copied, or put back."""
+def test_a_copy_of_the_file_of_a_live_process_does_not_prove_its_end(folder, tmp_path):
+    """Such a copy exists after a state folder was copied or restored."""
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     copied = shutil.copytree(folder, tmp_path / "copy" / "workers")
@@ -139,10 +139,10 @@ def test_a_copy_of_a_living_processs_file_proves_nothing(folder, tmp_path):
     file = _one(folder)
     shutil.copy(file, folder / "draft")
     (folder / "draft").rename(file)
-    assert ProcessLocks(folder).find_dead() == [], "the name is another file's by now"
+    assert ProcessLocks(folder).find_dead() == [], "another file has the name"
 
 
-def test_a_file_proves_the_end_of_whom_it_names_only(folder):
+def test_a_renamed_file_does_not_prove_the_end_of_another_process(folder):
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     file = _one(folder)
@@ -161,7 +161,7 @@ def test_what_was_not_written_to_its_end_proves_nothing(folder, much):
     assert lives.find_dead() == []
 
 
-def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder, monkeypatch):
+def test_a_process_that_is_acquiring_its_lock_is_never_reported_as_dead(folder, monkeypatch):
     looks: list[list[str]] = []
 
     def looking(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,14 +189,14 @@ def test_nobody_who_looks_in_the_midst_of_a_beginning_takes_it_for_an_end(folder
     assert ProcessLocks(folder).find_dead() == [NAME]
 
 
-def test_on_a_file_system_that_keeps_no_locks_nobody_begins(folder, monkeypatch):
+def test_acquire_fails_on_a_file_system_without_locks(folder, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
     with pytest.raises(OSError, match="does not keep locks"):
         ProcessLocks(folder).acquire(NAME)
     assert list(folder.iterdir()) == []
 
 
-def test_on_a_full_disk_nobody_begins(folder, monkeypatch):
+def test_acquire_fails_on_a_full_disk(folder, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:5]))
     with pytest.raises(OSError, match="no room"):
@@ -210,16 +210,16 @@ def test_where_there_is_no_state_folder_none_is_made(tmp_path):
     assert list(tmp_path.iterdir()) == [] and ProcessLocks(tmp_path / "var" / "workers").find_dead() == []
 
 
-def test_in_a_folder_that_is_not_ours_nobody_begins(folder, monkeypatch):
+def test_acquire_fails_in_a_folder_of_another_user(folder, monkeypatch):
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    if os.getuid() == 0:  # Whose folders are believed.
+    if os.getuid() == 0:  # Folders of root are trusted.
         os.chown(folder, 12345, -1)
     with pytest.raises(StateFolderNotPrivate):
         ProcessLocks(folder).acquire(NAME)
 
 
-def test_what_nobody_took_away_goes_after_a_day_and_what_is_held_stays(folder):
+def test_unlocked_files_are_deleted_after_a_day_and_locked_files_are_kept(folder):
     lives, old = ProcessLocks(folder), process_locks._KEEP_S + 60
     for name in ("held", "dead", "young"):
         lives.acquire(name)
@@ -243,7 +243,7 @@ def test_a_private_folder_without_a_database_is_enough_for_the_proof(tmp_path: P
     assert lives.find_dead() == [NAME]
 
 
-def test_a_folder_that_others_can_enter_proves_nothing_and_the_worker_says_so(
+def test_a_worker_logs_a_warning_when_other_users_can_enter_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "home"

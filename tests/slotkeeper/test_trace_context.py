@@ -1,4 +1,4 @@
-"""Which trace a job is in, and the names of its spans."""
+"""The trace of a job, and the names of its spans."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_what_is_no_traceparent_is_ignored(given: str | None) -> None:
     assert parse_traceparent(given) is None
 
 
-def test_a_job_is_in_its_clients_trace_and_else_in_one_of_its_own() -> None:
+def test_a_job_is_in_the_trace_of_its_client_or_in_a_new_trace() -> None:
     assert find_trace("j1", GOOD) == (TRACE, SPAN, 1)
     own, other = find_trace("j1", None), find_trace("j2", None)
     assert own == find_trace("j1", None) and own.id != other.id and (own.parent, own.sampled) == ("", True)
@@ -60,7 +60,7 @@ def test_a_job_is_in_its_clients_trace_and_else_in_one_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["", "x", "00-a-b", f"{GOOD}-more"])
-def test_a_traceparent_that_was_spoiled_in_the_record_counts_for_none(spoiled: str) -> None:
+def test_an_invalid_traceparent_in_the_database_is_ignored(spoiled: str) -> None:
     assert find_trace("j1", spoiled) == find_trace("j1", None)
 
 

@@ -61,7 +61,7 @@ def test_batched_ends_share_one_commit_and_one_insert_of_their_events(database, 
     assert all(trail_of(store, run.job.id)[-1] == ("job.completed", "finished", 1) for run in runs)
 
 
-def test_each_batched_start_returns_its_own_job(database, store):
+def test_each_batched_start_returns_the_job_that_it_names(database, store):
     waiting = [a_queued_job(store, payload=f'"{n}"') for n in range(8)]
     starts = [
         store.start_write(job.id, f"gpu{n}", f"gpu{n}-slot0", f"l{n}", LATER, n, f"v{n}", fleet="")
@@ -75,7 +75,7 @@ def test_each_batched_start_returns_its_own_job(database, store):
         assert data == {"why": "started", "server": f"gpu{n}", "slot": f"gpu{n}-slot0", "offer": n, "epoch": 0}
 
 
-def test_lease_3_each_batched_end_checks_its_own_state_and_token_and_returns_its_own_outcome(database, store):
+def test_lease_3_each_batched_end_checks_its_jobs_state_and_token_and_returns_its_outcome(database, store):
     ends, old, over, gone, failed, again = (a_running_job(store) for _ in range(6))
     store_end(store, over.job.id, 1, Reason.FINISHED, T0, result='"first"')
     waits = a_queued_job(store)
@@ -114,14 +114,14 @@ def test_lease_1_a_start_of_what_is_not_queued_is_none_among_others(database, st
     assert [run and (run.job.id, run.attempt) for run in started] == [(first.id, 1), None, (last.id, 1)]
 
 
-def test_each_batched_end_writes_the_notifications_that_its_own_job_requested(database, store):
+def test_each_batched_end_writes_the_notifications_that_its_job_requested(database, store):
     runs = [a_running_job(store, **more) for more in ({}, {"callback_url": CALLBACK}, {"envelope": "{}"})]
     moved = database.commit_all([_end(store, run) for run in runs])
     assert [transition.notification_id is not None for transition in moved] == [False, False, True]
     assert (rows_in(database, messages), rows_in(database, result_notifications)) == (1, 1)
 
 
-def test_one_end_that_cannot_be_stored_fails_alone_and_each_other_end_has_its_own_commit(database, store):
+def test_a_batched_end_that_cannot_be_stored_fails_alone_and_the_other_ends_commit_separately(database, store):
     runs = [a_running_job(store) for _ in range(6)]
     asked = [_end(store, run, result=_NOT_TEXT if n == 4 else "{}") for n, run in enumerate(runs)]
     with _recorded(database, "commit") as commits:

@@ -33,7 +33,9 @@ def test_what_was_only_read_is_no_change(news: ChangeDetector, store: JobStore) 
     assert not news.has_changed()
 
 
-def test_after_the_record_was_away_there_is_a_change(news: ChangeDetector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detector_reports_one_change_after_the_database_was_unavailable(
+    news: ChangeDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away() -> object:
         raise DatabaseUnavailable("away")
 

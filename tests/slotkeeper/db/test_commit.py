@@ -76,14 +76,14 @@ def test_two_processes_that_write_much_lose_and_double_nothing(database, store):
     other.database.close()
 
 
-def test_those_who_wait_share_one_commit_and_get_their_own_results(database):
+def test_waiting_units_share_one_commit_and_each_gets_its_result(database):
     with _commits(database) as seen:
         results = in_one_group(database, *[lambda n=n: database.write(lambda _: n) for n in range(6)])
     assert results == [0, 1, 2, 3, 4, 5]
     assert len(seen) == 2  # the holder's, and theirs
 
 
-def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store, monkeypatch):
+def test_a_commit_holds_at_most_one_group_of_units_and_the_rest_use_later_commits(database, store, monkeypatch):
     monkeypatch.setattr("slotkeeper.db.group_commit._LARGEST_GROUP", 4)
     with _commits(database) as seen:
         answers = in_one_group(database, *[lambda: store.submit([a_job()], T0)[0].seq for _ in range(10)])
@@ -91,7 +91,7 @@ def test_no_more_than_a_batch_share_a_commit_and_the_rest_follow(database, store
     assert len(seen) == 1 + 3
 
 
-def test_nobody_is_answered_before_the_commit(database, store):
+def test_no_unit_returns_a_result_before_the_commit(database, store):
     outside = Database(database.url)
     answered: list[bool] = []
 
@@ -112,7 +112,7 @@ def test_nobody_is_answered_before_the_commit(database, store):
     outside.close()
 
 
-def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
+def test_a_unit_that_fails_does_not_affect_other_units_of_its_group(database, store):
     before, after = a_job(), a_job()
     first, bad, last = in_one_group(
         database,
@@ -124,7 +124,7 @@ def test_a_unit_that_fails_spoils_nothing_for_its_neighbours(database, store):
     assert _count(database, jobs_table) == _count(database, events) == 2
 
 
-def test_a_key_that_is_refused_costs_its_neighbours_no_commit_of_their_own(database, store):
+def test_an_idempotency_conflict_leaves_the_other_units_in_one_commit(database, store):
     store.submit([a_job(idempotency_key="k", fingerprint="one")], T0)
     with _commits(database) as seen:
         first, refused, last = in_one_group(
@@ -138,7 +138,7 @@ def test_a_key_that_is_refused_costs_its_neighbours_no_commit_of_their_own(datab
     assert len(seen) == 2  # the holder's, and theirs
 
 
-def test_a_unit_whose_sql_fails_spoils_nothing_for_its_neighbours(database, store):
+def test_a_unit_whose_sql_fails_does_not_affect_other_units_of_its_group(database, store):
     broken = text("INSERT INTO no_such_table VALUES (1)")
     first, bad, last = in_one_group(
         database,
@@ -151,8 +151,8 @@ def test_a_unit_whose_sql_fails_spoils_nothing_for_its_neighbours(database, stor
     assert _count(database, jobs_table) == _count(database, events) == 2
 
 
-def test_a_unit_whose_event_cannot_be_written_spoils_nothing_for_its_neighbours(database, store):
-    """Events are written for the whole group at the end: there too, each only answers for its own."""
+def test_a_unit_whose_event_cannot_be_written_does_not_affect_other_units_of_its_group(database, store):
+    """The events of the whole group are written at its end; a failure there affects only the unit that caused it."""
     run = a_running_job(store)
 
     def spoil(tx: Transaction) -> None:
@@ -321,7 +321,7 @@ def test_a_server_that_became_a_read_only_standby_is_unavailable(postgres_url):
     database.close()
 
 
-def test_when_every_connection_is_taken_the_record_is_unavailable(database, monkeypatch):
+def test_without_a_free_connection_the_database_is_unavailable(database, monkeypatch):
     monkeypatch.setattr(database.engine.pool, "_timeout", 0.01)
     monkeypatch.setattr(database.engine.pool, "_max_overflow", 0)
     taken = [database.engine.connect() for _ in range(database.engine.pool.size())]
@@ -350,7 +350,7 @@ def lock(sqlite_url) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-def test_a_record_that_somebody_else_keeps_locked_is_unavailable_and_can_still_be_read(impatient, lock):
+def test_a_database_locked_by_another_process_refuses_writes_and_can_still_be_read(impatient, lock):
     store = JobStore(impatient)
     job = a_queued_job(store)
     lock.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""How the engines are set up; what they promise stands in tests/slotkeeper/db/test_commit.py."""
+"""The setup of the database engines; their guarantees are tested in tests/slotkeeper/db/test_commit.py."""
 
 import os
 import sqlite3
@@ -80,7 +80,7 @@ def _count(connection: Any) -> int:
     return connection.exec_driver_sql("SELECT count(*) FROM rows").scalar()
 
 
-def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
+def test_only_a_write_that_is_not_durable_skips_the_disk_sync(sqlite, disk):
     _, waited = disk
     sqlite.write(_insert, durable=False)
     assert waited == []
@@ -88,8 +88,8 @@ def test_only_what_nobody_was_promised_does_not_wait_for_the_disk(sqlite, disk):
     assert waited == [f"{sqlite.engine.url.database}-wal"]
 
 
-def test_who_waits_for_the_disk_keeps_nobody_from_writing(sqlite, disk):
-    """Neither this process's threads nor other processes."""
+def test_a_write_that_waits_for_the_disk_does_not_block_other_writes(sqlite, disk):
+    """This holds for writes of the same process and of other processes."""
     acts, waited = disk
     other = Database(sqlite.url, DatabaseTimeouts(lock_s=0.2))
     acts += [
@@ -119,7 +119,7 @@ def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, mon
     assert len(pauses) == 20 and max(pauses) <= 0.001
 
 
-def test_nobody_waits_for_others_to_write_longer_than_is_allowed(sqlite, disk):
+def test_a_write_waits_for_a_locked_database_at_most_for_the_lock_timeout(sqlite, disk):
     impatient = Database(sqlite.url, DatabaseTimeouts(lock_s=0.05))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -137,8 +137,8 @@ def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, dis
     sqlite.write(_insert, durable=False)
 
 
-def test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew(sqlite, disk):
-    """It forgets what it could not write, and has nothing more to refuse."""
+def test_after_a_failed_disk_sync_no_write_succeeds_before_the_log_is_rewritten(sqlite, disk):
+    """After a failed sync the system drops the unwritten pages, so the next sync succeeds without them."""
     acts, _ = disk
     acts.append(_fails)
     with pytest.raises(CommitUnknown):
@@ -161,7 +161,7 @@ def _fails() -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_all_who_share_a_commit_are_answered_after_the_disk_has_it(sqlite, disk):
+def test_writes_that_share_a_commit_return_after_its_disk_sync(sqlite, disk):
     acts, waited = disk
     early = []
     acts.append(lambda: early.extend(answered))
@@ -317,7 +317,7 @@ def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
     return results
 
 
-def test_who_must_not_wait_writes_at_once_while_nobody_else_does(sqlite, disk):
+def test_a_write_that_must_not_wait_is_executed_at_once_without_other_writes(sqlite, disk):
     _, waited = disk
     assert _tried(sqlite, [Write(_insert, durable=False), Write(_refuse, durable=False)]) == [None, _REFUSAL]
     with sqlite.read() as connection:
@@ -348,8 +348,8 @@ def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite
 
 
 @pytest.mark.parametrize("do", [Database.commit_all, _at_once], ids=["by_a_thread", "at_once"])
-def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, disk, monkeypatch, do):
-    """To rewrite the log takes another connection, and there may be none to be had."""
+def test_a_commit_is_unknown_while_the_log_cannot_be_rewritten_after_a_disk_failure(sqlite, disk, monkeypatch, do):
+    """Rewriting the log needs another connection, which may not be available."""
 
     def fail() -> None:
         raise OSError(5, "the disk is gone")
@@ -360,7 +360,7 @@ def test_what_cannot_be_written_anew_after_the_disk_failed_is_uncertain(sqlite, 
     do(sqlite, writes)
     acts.clear()
     folder = Path(sqlite.engine.url.database).parent
-    sqlite.engine.dispose()  # None is kept for those who read.
+    sqlite.engine.dispose()  # No connection is kept for readers.
     folder.rename(folder.with_name("away"))
 
     assert isinstance(do(sqlite, writes)[0], CommitUnknown)
@@ -403,7 +403,7 @@ def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_wri
     assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
 
 
-def test_a_write_that_comes_while_one_is_done_at_once_has_its_turn_after_it(sqlite, disk):
+def test_a_write_that_arrives_during_an_immediate_write_is_executed_after_it(sqlite, disk):
     def unit(tx: Any) -> None:
         other.start()
         while not sqlite._group._waiting:
@@ -445,8 +445,8 @@ def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, mo
     assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
 
 
-def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_one_has_not(sqlite, disk):
-    """On a full disk each would cost a connection, and what is uncertain is looked for by each that comes again."""
+def test_after_a_failed_commit_immediate_writes_are_declined_until_another_commit_succeeds(sqlite, disk):
+    """On a full disk each attempt would use a connection, and each retry would look up the unknown commit."""
 
     def fail(connection: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -467,8 +467,8 @@ def test_after_a_commit_that_failed_who_must_not_wait_leaves_it_to_others_until_
 # -- interruptions ---------------------------------------------------------------------------------------------
 
 
-def test_who_is_interrupted_while_it_waits_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
-    """Also if it is to lead the next commit."""
+def test_a_write_that_is_interrupted_while_it_waits_does_not_block_later_writes(sqlite, disk, monkeypatch):
+    """This holds for the write that would lead the next commit, too."""
     inside, go_on = threading.Event(), threading.Event()
 
     def unit(tx: Any) -> None:
@@ -509,8 +509,8 @@ def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is
     assert len(waited) == 1 and outcomes == []
 
 
-def test_who_is_interrupted_before_it_could_commit_keeps_nobody_from_writing(sqlite, disk, monkeypatch):
-    """Also while the error is kept, with all that stands in its traceback, as a Python prompt does."""
+def test_a_write_that_is_interrupted_before_its_commit_does_not_block_later_writes(sqlite, disk, monkeypatch):
+    """This holds while the error and its traceback are kept, too, as the Python prompt keeps them."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -525,7 +525,7 @@ def test_who_is_interrupted_before_it_could_commit_keeps_nobody_from_writing(sql
         assert _count(connection) == 1
 
 
-def test_who_is_interrupted_between_a_statement_and_its_answer_keeps_nobody_from_writing(sqlite, disk):
+def test_a_write_that_is_interrupted_during_a_statement_does_not_block_later_writes(sqlite, disk):
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -578,7 +578,7 @@ def test_postgresql_gets_the_timeouts_as_connection_options(monkeypatch):
     assert "options" not in pooled and pooled["prepare_threshold"] is None
 
 
-def test_what_the_url_says_comes_first(monkeypatch):
+def test_the_options_of_the_url_take_precedence(monkeypatch):
     query = "?connect_timeout=9&keepalives_idle=60&tcp_user_timeout=0&options=-c%20lock_timeout%3D1"
     asked = _asked(monkeypatch, query)
     assert (asked["connect_timeout"], asked["keepalives_idle"], asked["tcp_user_timeout"]) == (9, "60", "0")
@@ -613,12 +613,12 @@ def test_the_time_of_a_block_is_never_more_than_that_of_the_one_around_it():
     assert time_limits.time_left() == float("inf")
 
 
-def test_an_unavailable_record_says_why_in_one_line():
+def test_the_reason_for_an_unavailable_database_is_one_line():
     assert first_line(Exception("")) == "no reason given"
     assert first_line(Exception("connection refused\nIs the server running?")) == "connection refused"
 
 
-def test_only_a_refused_write_says_that_nothing_was_stored(tmp_path):
+def test_the_error_of_a_refused_write_alone_says_that_nothing_was_stored(tmp_path):
     url = f"sqlite:///{tmp_path / 'record.db'}"
     migrate.migrate_to(url, "0001")
     store = JobStore(Database(url))

@@ -1,7 +1,7 @@
 """Every statement that the product executes repeatedly finds its rows by an index, and scans no table.
 
-On both databases; without any statistics, and with those of a large table of ended jobs, from before the backlog came.
-On PostgreSQL also in the form that it takes after some executions, when it plans without knowing the values.
+On both databases; without any statistics, and with those of a large table of ended jobs from before the backlog.
+On PostgreSQL also as a generic plan, which it makes after some executions without knowing the values.
 """
 
 import re
@@ -282,34 +282,32 @@ def test_running_jobs_are_found_by_their_state(database, full):
     _finds_by(plans, "ix_jobs_state_seq")
 
 
-def test_a_model_without_queued_jobs_costs_one_look_into_an_index_of_queued_jobs(database, full):
+def test_listing_a_model_without_queued_jobs_reads_only_an_index_of_queued_jobs(database, full):
     alone = _plans(database, lambda: full.list_queued(["idle"], 0, 50))
     _reads_nothing_through(alone)
     _finds_by(alone, "ix_jobs_queued")
     beside = _plans(database, lambda: full.list_queued(["idle", "busy"], 0, 50))
     _reads_nothing_through(beside)
     by_place = {plan for plan in beside if "ix_jobs_state_seq" in plan}
-    busy = (
-        "nearly all that is queued is the busy one's, so both indexes are as good for its first page and for the next"
-    )
+    busy = "nearly all queued jobs belong to the busy model, so both indexes are equally good for each of its pages"
     assert len(by_place) <= 2, busy
     _finds_by([plan for plan in beside if plan not in by_place], "ix_jobs_queued")
 
 
-def test_queued_jobs_of_all_models_are_read_from_where_the_last_look_ended(database, full):
+def test_the_list_of_all_queued_jobs_reads_by_index_from_the_last_position(database, full):
     plans = _plans(database, lambda: full.list_queued(None, 100, 50))
     _reads_nothing_through(plans)
     _finds_by(plans, "ix_jobs_state_seq")
 
 
-def test_the_outbox_is_read_from_where_the_last_look_ended_however_many_wait(database, full):
+def test_the_event_reader_reads_by_index_from_the_last_position(database, full):
     def read() -> None:
         with database.read() as connection:
             last = event_reader.get_last_id(connection)
         event_reader.list_queued_between(database, last - 1, 10**9)
 
     plans = _plans(database, read)
-    _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last one
+    _reads_nothing_through(plans, but="Index Only Scan events pk_events")  # backwards, for the last event
     _finds_by(plans)
 
 
@@ -363,7 +361,7 @@ def test_callbacks_that_were_given_up_are_found_among_themselves(database, full)
         _finds_by(_plans(database, act), "ix_messages_given_up")  # in which nothing else stands
 
 
-def test_what_time_has_come_for_is_changed_by_its_number(database, full):
+def test_due_and_expired_rows_are_found_by_an_index_on_their_time(database, full):
     _fill(
         database,
         "jobs",

@@ -68,7 +68,7 @@ def _result(act: Callable[[], Any]) -> Any:
 
 
 @postgres
-def test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost(network, far, near):
+def test_a_stored_submit_returns_its_job_although_the_commit_reply_was_lost(network, far, near):
     job, network.loses = a_job(), True
     (accepted,) = far.submit([job], T0)
     assert (accepted.id, accepted.deduplicated) == (job.id, False)
@@ -77,7 +77,7 @@ def test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lo
 
 
 @postgres
-def test_a_start_that_was_stored_is_a_start_though_the_answer_was_lost(network, far, near):
+def test_a_stored_start_returns_its_run_although_the_commit_reply_was_lost(network, far, near):
     job, network.loses = a_queued_job(near), True
     run = store_start(far, job.id, "gpu1", "gpu1-slot0", "l w", T0)
     assert (run.attempt, near.get(job.id).state) == (1, State.RUNNING)
@@ -157,7 +157,7 @@ def test_a_commit_without_a_reply_is_reported_as_unknown_and_the_same_request_fi
 
 @postgres
 @pytest.mark.parametrize("why", [Reason.FINISHED, Reason.SERVER_BUSY, Reason.SERVER_ERROR])
-def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebody_elses(network, far, near, why):
+def test_a_retried_settle_of_unknown_outcome_finds_its_stored_transition(network, far, near, why):
     run = a_running_job(near)
 
     end = far.settle_write(run.job.id, 1, why, T0, result="{}", due_ms=T0 + 5000)
@@ -168,7 +168,9 @@ def test_a_settle_of_unknown_outcome_that_is_asked_again_is_not_taken_for_somebo
     moved = far.database.commit(end)
     assert (moved.job, moved.to, moved.attempt) == (run.job, near.get(run.job.id).state, 1)
     assert len(trail_of(near, run.job.id)) == 3
-    assert store_end(far, run.job.id, 1, why, LATER, result="{}", due_ms=LATER) is None, "this one is really too late"
+    assert store_end(far, run.job.id, 1, why, LATER, result="{}", due_ms=LATER) is None, (
+        "a second settle of the same attempt is refused"
+    )
 
 
 @postgres
@@ -189,7 +191,7 @@ def test_a_settle_of_unknown_outcome_that_was_not_stored_is_stored_when_it_is_re
 
 
 @postgres
-def test_a_settle_of_unknown_outcome_is_not_taken_for_one_that_somebody_else_did(network, far, near):
+def test_a_settle_of_unknown_outcome_does_not_claim_a_transition_of_another_process(network, far, near):
     run = a_running_job(near)
     network.swallows = network.closed = True
     assert type(_result(lambda: store_end(far, run.job.id, 1, Reason.FINISHED, T0, result="1"))) is CommitUnknown
@@ -227,7 +229,7 @@ def failing(sqlite_url) -> Iterator[Callable[..., JobStore]]:
     database.close()
 
 
-def test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered(failing):
+def test_a_failed_sqlite_commit_is_looked_up_before_the_write_returns(failing):
     store, job = failing(done=True), a_job()
     assert store.submit([job], T0)[0].id == job.id
     assert len(trail_of(store, job.id)) == 1
@@ -256,7 +258,7 @@ _AT_WORST_S = QUICK.turn_s + QUICK.transaction_s + QUICK.inquiry_s
 
 
 @postgres
-def test_when_the_network_falls_silent_everybody_is_answered_and_when_it_is_back_all_goes_on(network, far, near):
+def test_each_submit_returns_within_its_limit_on_a_silent_network_and_works_again_afterwards(network, far, near):
     for _ in range(3):
         at_once(
             *[lambda: far.submit([a_job()], T0)] * 4, lambda: ledger.read(far.database).by_state
@@ -318,7 +320,7 @@ def test_while_a_lock_is_held_each_writer_learns_in_time_that_nothing_was_stored
     assert all(quick.get(job.id) is None for job in jobs)
 
 
-def test_a_write_whose_turn_does_not_come_is_refused_and_not_done_later(quick):
+def test_a_write_that_times_out_while_it_waits_is_refused_and_never_executed(quick):
     goes_on, began = threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
@@ -334,7 +336,7 @@ def test_a_write_whose_turn_does_not_come_is_refused_and_not_done_later(quick):
     goes_on.set()
     holder.join(30)
     assert quick.get(job.id) is None
-    assert quick.submit([a_job()], T0)  # The lead was not lost.
+    assert quick.submit([a_job()], T0)  # Another write can still lead a commit.
 
 
 @postgres

@@ -1,4 +1,4 @@
-"""A batch of jobs is accepted whole or not at all, and a job once for each id and each idempotency key."""
+"""A batch of jobs is accepted as a whole or not at all, and one job for each id and each idempotency key."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_the_event_of_a_submit_names_the_accepted_job(store, database):
     assert (entry.model, entry.priority, entry.tenant) == ("zimg", 3, "acme")
 
 
-def test_a_batch_is_answered_in_its_own_order(store):
+def test_a_batch_is_accepted_in_the_order_of_its_jobs(store):
     batch = [a_job() for _ in range(5)]
     accepted = store.submit(batch, T0)
     assert [a.id for a in accepted] == [job.id for job in batch]
@@ -113,7 +113,7 @@ def test_a_submit_that_fails_half_way_leaves_nothing(database, store, faults, st
     assert not store.submit([job], T0)[0].deduplicated
 
 
-def test_an_id_that_comes_twice_is_one_job(database, store):
+def test_two_submits_with_the_same_id_make_one_job(database, store):
     job = a_job()
     (first,) = store.submit([job], T0)
     (second,) = store.submit([job], T0 + SECOND)
@@ -121,7 +121,7 @@ def test_an_id_that_comes_twice_is_one_job(database, store):
     assert _stored(database) == (1, 1, 0)
 
 
-def test_an_id_that_comes_twice_is_answered_with_the_state_that_it_has_now(database, store):
+def test_a_second_submit_with_the_same_id_returns_the_current_state(database, store):
     done = an_ended_job(store)
     before = row_of(database, done.id)
     (again,) = store.submit([a_job(id=done.id)], T0 + SECOND)
@@ -140,7 +140,7 @@ def test_an_id_that_comes_twice_is_answered_with_the_state_that_it_has_now(datab
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_an_id_that_comes_with_another_request_is_refused_with_all_that_came_beside_it(database, store, other):
+def test_an_id_that_is_reused_for_another_request_refuses_the_whole_batch(database, store, other):
     done = an_ended_job(store)
     before = row_of(database, done.id)
     with pytest.raises(IdempotencyConflict, match=next(iter(other))):
@@ -149,20 +149,20 @@ def test_an_id_that_comes_with_another_request_is_refused_with_all_that_came_bes
     assert _stored(database)[0] == 1
 
 
-def test_an_id_that_comes_again_later_is_the_same_request_though_its_times_are_counted_anew(store):
+def test_a_later_submit_with_the_same_id_is_deduplicated_although_its_deadline_differs(store):
     job = a_queued_job(store, deadline_ms=T0 + 9 * SECOND)
     (again,) = store.submit([a_job(id=job.id, deadline_ms=T0 + 10 * SECOND)], T0 + SECOND)
     assert again.deduplicated
 
 
-def test_an_id_that_comes_twice_in_one_batch_is_one_job(database, store):
+def test_the_same_id_twice_in_one_batch_makes_one_job(database, store):
     job = a_job()
     first, second = store.submit([job, job], T0)
     assert (first.deduplicated, second.deduplicated) == (False, True)
     assert _stored(database) == (1, 1, 0)
 
 
-def test_an_id_that_comes_from_many_sides_at_once_is_one_job(database, store):
+def test_concurrent_submits_with_the_same_id_make_one_job(database, store):
     other = JobStore(Database(database.url))
     job = a_job()
     answers = at_once(*[lambda s=s: s.submit([job], T0)[0] for s in (store, other) * 3])
@@ -199,13 +199,13 @@ def test_a_key_belongs_to_its_tenant(database, store):
     assert _stored(database) == (3, 3, 3)
 
 
-def test_a_key_that_comes_twice_in_one_batch_is_one_job(database, store):
+def test_the_same_idempotency_key_twice_in_one_batch_makes_one_job(database, store):
     first, second = store.submit([a_job(**KEYED), a_job(**KEYED)], T0)
     assert (second.id, second.deduplicated) == (first.id, True)
     assert _stored(database) == (1, 1, 1)
 
 
-def test_a_key_that_comes_from_many_sides_at_once_is_one_job(database, store):
+def test_concurrent_submits_with_the_same_idempotency_key_make_one_job(database, store):
     other = JobStore(Database(database.url))
     for n in range(5):
         keyed = KEYED | {"idempotency_key": f"k{n}"}
@@ -250,13 +250,13 @@ def test_an_idempotency_key_returns_its_job_within_the_window_and_creates_a_job_
     assert store.submit([a_job(**KEYED)], end + 1)[0].id == fresh.id  # the fresh job has a new window
 
 
-def test_after_the_window_the_key_may_come_with_another_request(store):
+def test_an_idempotency_key_may_be_reused_for_another_request_after_its_window(store):
     store.submit([a_job(**KEYED)], T0)
     other = a_job(idempotency_key="k1", fingerprint="another request")
     assert not store.submit([other], T0 + WINDOW_S * SECOND)[0].deduplicated
 
 
-def test_keys_are_forgotten_when_their_window_is_over_and_not_before(database, store):
+def test_an_idempotency_key_is_deleted_at_the_end_of_its_window_and_not_before(database, store):
     store.submit([a_job(**KEYED)], T0)
     store.submit([a_job(idempotency_key="k2")], T0 + SECOND)
     assert store.delete_expired_keys(T0 + WINDOW_S * SECOND - 1) == 0
@@ -283,7 +283,7 @@ def test_a_key_never_names_a_job_that_is_not_there(store):
     assert store.submit([a_job(**KEYED)], T0 + 3)[0].id == fresh.id
 
 
-def test_jobs_without_a_key_are_never_taken_for_each_other(database, store):
+def test_jobs_without_an_idempotency_key_are_never_deduplicated_by_their_request(database, store):
     same = {"fingerprint": "same request"}
     store.submit([a_job(**same), a_job(**same)], T0)
     assert _stored(database) == (2, 2, 0)

@@ -1,4 +1,4 @@
-"""Credits: what a job holds, what its end costs, and that the sums always agree (CREDIT-1)."""
+"""Credits: the hold of a job, the charge at its end, and the sums that always agree (CREDIT-1)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -145,7 +145,7 @@ def test_a_key_whose_job_was_deleted_pays_again(store, accounts):
         store.submit([_a_paid_job(idempotency_key="k", fingerprint="f")], T0)
 
 
-def test_jobs_that_come_twice_in_a_submit_are_held_once(store, accounts):
+def test_a_job_that_is_deduplicated_within_a_submit_holds_credits_once(store, accounts):
     _grant(accounts, 600)
     twice = [_a_paid_job(idempotency_key="k", fingerprint="f") for _ in range(2)]
     assert [one.deduplicated for one in store.submit(twice, T0)] == [False, True]
@@ -274,7 +274,7 @@ def test_a_run_that_its_deadline_ended_is_charged_until_the_deadline(store, acco
     assert _balance(accounts) == (950, 0, 50)
 
 
-def test_a_run_whose_deadline_nobody_was_there_to_see_costs_nothing(store, accounts):
+def test_a_run_whose_passed_deadline_is_found_late_costs_nothing(store, accounts):
     _grant(accounts, 1000)
     job = _a_paid_job(deadline_ms=T0 + 5 * SECOND)
     store.submit([job], T0)
@@ -379,7 +379,7 @@ def test_a_job_is_not_revived_without_credits(store, accounts):
     assert store.get_state(job.id) is State.DEAD and _balance(accounts) == (599, 0, 0)
 
 
-def test_a_job_whose_id_comes_again_is_charged_apart_from_the_one_before(store, accounts):
+def test_a_job_that_reuses_the_id_of_a_deleted_job_is_charged_separately(store, accounts):
     _grant(accounts, 2000)
     for _ in range(2):
         job = _a_paid_job(id="chosen")

@@ -1,4 +1,4 @@
-"""What was accepted is counted apart from what is there, so that a job that vanishes is missed (JOB-3)."""
+"""Accepted jobs are counted apart from the stored rows, so a row that vanishes is detected (JOB-3)."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,7 +75,7 @@ def test_job_3_what_is_removed_after_its_end_is_not_missed(database, store):
     assert (found.accepted, found.balanced) == (3, True)
 
 
-def test_job_3_many_who_submit_while_the_parts_are_added_up_are_all_counted(database):
+def test_job_3_every_job_that_is_submitted_while_the_ledger_is_folded_is_counted(database):
     patient = DatabaseTimeouts(turn_s=60, transaction_s=60, lock_s=60)
     two = [Database(database.url, patient) for _ in range(2)]
     stores = [JobStore(one) for one in two]

@@ -1,4 +1,4 @@
-"""All jobs that are due at one moment are moved, each once, in few statements."""
+"""All jobs that are due at one time change their state, each once, in few statements."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -150,7 +150,7 @@ def test_many_due_jobs_take_no_more_statements_than_few(database, store, many):
     assert all(trail_of(store, job_id)[-1] == ("job.enqueued", "due", 0) for job_id in ids)
 
 
-def test_a_job_that_somebody_is_just_canceling_holds_up_no_other_that_is_due(postgres_url):
+def test_a_due_job_that_is_locked_by_a_cancel_does_not_block_other_due_jobs(postgres_url):
     database = Database(postgres_url)
     store = JobStore(database)
     held, free = a_delayed_job(store), a_delayed_job(store)
@@ -172,7 +172,7 @@ def test_the_queued_jobs_of_all_models_are_read_in_order_of_acceptance(store):
     assert [job.id for job in store.list_queued(after_seq=store.get(ids[0]).seq)] == ids[1:]
 
 
-def test_the_queued_jobs_of_more_models_than_one_statement_takes_come_in_order(store):
+def test_the_queued_jobs_of_more_models_than_one_statement_takes_are_listed_in_order(store):
     ids = [a_queued_job(store, model=f"m{n % 7}").id for n in range(12)]
     models = [f"idle{n}" for n in range(250)] + [f"m{n}" for n in range(7)]
     assert [job.id for job in store.list_queued(models)] == ids

@@ -1,4 +1,4 @@
-"""The table of transitions is closed: nothing is out of reach, nothing leads nowhere, nothing ends twice."""
+"""The table of transitions is closed: every state is reachable, every active state has an exit, no job ends twice."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_every_state_can_be_reached():
     assert reached == set(State) | {None}
 
 
-def test_every_state_that_is_not_final_can_come_to_each_end_without_a_new_one_in_between():
+def test_every_active_state_leads_directly_to_expired_and_canceled():
     for state in ACTIVE_STATES:
         ends = {TRANSITIONS[key].to for key in TRANSITIONS if key[0] is state}
         assert {State.EXPIRED, State.CANCELED} <= ends
@@ -43,7 +43,7 @@ def test_every_reason_is_the_reason_of_something():
     assert {why for _, why in TRANSITIONS} == set(Reason)
 
 
-def test_one_reason_leads_to_one_state_wherever_it_comes_from():
+def test_one_reason_leads_to_one_state_from_every_state():
     leads: dict[Reason, set[State]] = {}
     for (_, why), found in TRANSITIONS.items():
         leads.setdefault(why, set()).add(found.to)
@@ -71,7 +71,7 @@ def test_only_a_run_costs_anything():
         (Reason.DEADLINE_PASSED, Budget.NOTHING),
     ],
 )
-def test_what_happened_is_paid_from_its_own_budget(why, costs):
+def test_each_reason_costs_its_budget(why, costs):
     assert find_edge(State.RUNNING, why).costs is costs
 
 
@@ -89,7 +89,7 @@ def test_the_drawing_names_every_state():
     assert all(state.value in states.__doc__ for state in State)
 
 
-def test_every_state_has_an_event_of_its_own():
+def test_every_state_has_a_unique_event_type():
     assert set(EVENT_TYPES) == set(State)
     assert len(set(EVENT_TYPES.values())) == len(State)
     assert all(name.startswith("job.") for name in EVENT_TYPES.values())

@@ -1,7 +1,7 @@
 """The transitions of a job in the database, on both engines.
 
-One test for each rule; the rule is its name.  Idempotency and accepting stand in test_acceptance.py, group
-commit and failing databases in db/test_commit.py, listing in test_listings.py, removing in
+One test for each rule; its name is the rule.  Idempotency and acceptance are tested in test_acceptance.py, group
+commit and failing databases in db/test_commit.py, listing in test_listings.py, deletion in
 outbox/test_retention.py.
 """
 
@@ -102,7 +102,7 @@ def _refused(act: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(("state", "why"), EDGES)
-def test_every_edge_of_the_table_is_made_by_whom_it_names_and_leads_and_costs_as_it_says(database, store, state, why):
+def test_every_edge_of_the_table_has_its_performer_target_state_and_cost(database, store, state, why):
     batch = BATCH if why is Reason.HELD else None
     job = a_job_in(store, state, deadline_ms=LATER if why is Reason.DEADLINE_PASSED else None, batch=batch)
     before = row_of(database, job.id)
@@ -296,14 +296,14 @@ def test_lease_2_the_token_grows_with_every_start(store):
 
 
 @pytest.mark.parametrize("why", [Reason.RETRIES_EXHAUSTED, Reason.CRASHES_EXHAUSTED])
-def test_lease_2_the_token_goes_on_growing_after_a_persons_retry(store, why):
+def test_lease_2_the_token_keeps_growing_after_a_revive(store, why):
     run = a_running_job(store)
     _settle(store, run.job.id, run.attempt, why)
     store.revive(run.job.id, LATER)
     assert a_start(store, run.job.id).attempt == run.attempt + 1
 
 
-def test_lease_2_the_token_goes_on_growing_after_a_delayed_retry(store):
+def test_lease_2_the_token_keeps_growing_after_a_delayed_retry(store):
     run = a_running_job(store)
     _settle(store, run.job.id, run.attempt, Reason.SERVER_ERROR)
     store.promote_due(LATER * 2)
@@ -497,7 +497,7 @@ def test_delayed_jobs_are_queued_when_due_and_not_before(store):
     assert store.promote_due(LATER) == []
 
 
-def test_the_soonest_due_come_first_and_no_more_than_asked_for(store):
+def test_promote_due_moves_the_earliest_due_jobs_first_up_to_the_limit(store):
     late, soon, later = (a_delayed_job(store, due_ms=T0 + n) for n in (2, 1, 3))
     assert [w.id for w in store.promote_due(LATER, limit=2)] == [soon.id, late.id]
     assert [w.id for w in store.promote_due(LATER, limit=2)] == [later.id]
@@ -534,7 +534,7 @@ def test_a_job_is_not_overdue_before_its_deadline_nor_after_its_end(store, state
 # -- a person's retry, a person's cancel -----------------------------------------------------------------------
 
 
-def test_a_dead_job_comes_back_at_its_own_place_with_fresh_budgets(store):
+def test_a_revived_job_returns_to_its_place_with_fresh_budgets(store):
     dead = an_ended_job(store, State.DEAD, deadline_ms=LATER, callback_url=CALLBACK)
     younger = a_queued_job(store)
     waiting = store.revive(dead.id, LATER)
@@ -558,7 +558,7 @@ def test_a_persons_retry_gives_back_both_budgets_and_keeps_the_count_of_starts(s
     assert (revived.failures, revived.crashes, revived.waits, revived.attempt) == (0, 0, 1, 4)
 
 
-def test_a_job_is_revived_once_however_many_ask(database, store):
+def test_concurrent_revives_of_a_job_revive_it_once(database, store):
     other = JobStore(Database(database.url))
     dead = an_ended_job(store, State.DEAD)
     revived = at_once(lambda: store.revive(dead.id, LATER), lambda: other.revive(dead.id, LATER))
@@ -609,7 +609,7 @@ _ENDS_WITHOUT_RESULT = sorted(why for (state, why), edge in TRANSITIONS.items() 
 
 
 @pytest.mark.parametrize("why", _ENDS_WITHOUT_RESULT)
-def test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result(store, why):
+def test_a_job_with_a_cancel_request_is_canceled_when_its_run_ends_without_a_result(store, why):
     run = a_running_job(store)
     store.request_cancel(run.job.id, T0)
     assert store_end(store, run.job.id, run.attempt + 1, why, T0, due_ms=LATER) is None

@@ -30,7 +30,7 @@ def test_a_new_job_is_of_the_middle_priority_and_the_default_tenants():
     assert (job.priority, job.tenant, job.source, job.not_before_ms) == (5, "default", "rest", None)
 
 
-def test_a_job_knows_its_part_for_the_waiting_room():
+def test_a_job_returns_its_fields_for_the_queue():
     numbers = dict.fromkeys(("attempt", "waits", "failures", "crashes"), 0)
     absent = dict.fromkeys(
         field.name for field in fields(Job) if field.name.endswith(("_ms", "_url", "_id", "_code", "_message"))

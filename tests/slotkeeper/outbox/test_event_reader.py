@@ -219,7 +219,7 @@ def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, databas
     assert event_reader.has_all_since(database, last)
 
 
-def test_a_position_that_the_record_never_had_is_not_complete(store, database):
+def test_a_position_beyond_the_last_event_of_the_database_is_not_complete(store, database):
     a_queued_job(store)
     assert not event_reader.has_all_since(database, _last(database) + 1)
 

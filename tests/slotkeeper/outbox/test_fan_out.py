@@ -135,13 +135,13 @@ def test_a_receiver_gets_only_later_events_of_its_tenant_and_of_its_event_types(
     assert pending(database, theirs) == [(run.job.id, "job.started")]
 
 
-def test_where_nobody_wants_anything_nothing_is_read_and_later_nothing_is_caught_up(
+def test_without_receivers_no_event_is_read_and_a_new_receiver_gets_no_earlier_event(
     database, store, receivers, spread, monkeypatch
 ) -> None:
     for _ in range(3):
         an_ended_job(store)
     with monkeypatch.context() as closed:
-        closed.setattr(spread._reader, "read", lambda *_: pytest.fail("it reads the events"))
+        closed.setattr(spread._reader, "read", lambda *_: pytest.fail("the fan-out reads events without a receiver"))
         assert spread.step(T0) == 0
     receiver = a_receiver(receivers)
     job = an_ended_job(store)
@@ -150,7 +150,7 @@ def test_where_nobody_wants_anything_nothing_is_read_and_later_nothing_is_caught
     monkeypatch.setattr(spread._reader, "read", lambda *args: read.append(spread._reader.position) or original(*args))
     all_steps(spread)
     assert pending(database, receiver) == [(job.id, "job.completed")]
-    assert read[0] == receiver.after_event > 0, "what was before everybody is skipped"
+    assert read[0] == receiver.after_event > 0, "the events before the first receiver are skipped"
 
 
 def test_several_processes_make_each_message_once(database, store, receivers) -> None:
@@ -209,7 +209,7 @@ def test_a_step_writes_for_a_bounded_number_of_receivers_and_first_for_one_of_ea
     assert all(webhook.behind is None for webhook in receivers.list_of_tenant())
 
 
-def test_a_replay_that_begins_while_its_receiver_falls_behind_is_not_forgotten(
+def test_a_replay_that_starts_while_its_receiver_falls_behind_is_kept(
     database, database_url, store, receivers, spread, monkeypatch
 ) -> None:
     if database_url.startswith("sqlite"):
@@ -276,7 +276,7 @@ def test_the_replays_of_one_tenant_take_a_bounded_part_of_a_step(
     assert len(set(asked)) == 5, "each receiver gets its turn"
 
 
-def test_what_nobody_wants_does_not_end_the_reading_of_what_is_new(
+def test_a_page_without_matching_events_does_not_stop_the_fan_out(
     database, store, receivers, spread, monkeypatch
 ) -> None:
     monkeypatch.setattr(fan_out, "_PAGE", 3)
@@ -320,14 +320,14 @@ def test_messages_of_one_job_are_sent_in_sequence_and_do_not_delay_those_of_othe
     assert [(message.job_id, message.type) for message in claimed(messages, receiver)] == [(other.id, "job.started")]
 
 
-def test_what_comes_after_a_failed_message_of_its_job_waits_with_it(store, receivers, messages, spread) -> None:
+def test_later_messages_of_a_job_wait_for_its_failed_message(store, receivers, messages, spread) -> None:
     receiver = a_receiver(receivers, types=ALL)
     an_ended_job(store)
     all_steps(spread)
     (message,) = claimed(messages, receiver)
     messages.note_failed(message, receiver, NO, T0, T0 + 60 * SECOND)
     assert messages.list_due(receiver.id, T0 + 59 * SECOND, 10) == []
-    assert messages.list_ready(T0 + 59 * SECOND, 10) == [], "nobody looks at those behind it in vain"
+    assert messages.list_ready(T0 + 59 * SECOND, 10) == [], "the messages behind the failed one are not read in vain"
     assert messages.list_due(receiver.id, T0 + 60 * SECOND, 10) == [message.event]
 
 
@@ -642,7 +642,7 @@ def test_a_receiver_that_fails_for_days_is_disabled_and_its_pending_messages_are
     assert pending(database, receiver) == [] and len(redelivery.list_given_up_webhooks()) == 1
 
 
-def test_a_message_that_is_given_up_is_not_sent_until_somebody_asks_for_it(
+def test_a_given_up_message_is_not_sent_until_a_client_retries_it(
     database, store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers)
@@ -686,7 +686,7 @@ def test_a_replay_sends_all_events_since_a_time_once(store, receivers, messages,
     assert deliver(messages, spread, receiver) == []
 
 
-def test_a_replay_of_one_event_reaches_only_a_receiver_of_its_own_tenant(store, receivers, messages, spread) -> None:
+def test_a_replay_of_one_event_reaches_only_receivers_of_its_tenant(store, receivers, messages, spread) -> None:
     receiver, other = a_receiver(receivers), a_receiver(receivers, tenant="acme")
     job = an_ended_job(store)
     all_steps(spread)
@@ -717,7 +717,7 @@ def test_a_test_goes_first_and_is_tried_once(database, store, receivers, message
 # -- whose they are, and how many ----------------------------------------------------------------------------------
 
 
-def test_a_tenant_finds_its_own_receivers_only(receivers) -> None:
+def test_a_tenant_cannot_access_receivers_of_another_tenant(receivers) -> None:
     mine, theirs = a_receiver(receivers), a_receiver(receivers, tenant="acme")
     assert [webhook.id for webhook in receivers.list_of_tenant("acme")] == [theirs.id] and len(
         receivers.list_of_tenant()
@@ -891,7 +891,9 @@ def test_a_revived_job_sends_a_second_end_event(store, receivers, messages, spre
     assert deliver(messages, spread, receiver) == [(job.id, "job.dlq"), (job.id, "job.completed")]
 
 
-def test_a_job_that_waits_owes_those_nothing_who_want_its_end(store: JobStore, database, receivers, spread) -> None:
+def test_a_queued_job_has_no_pending_message_for_a_receiver_of_ends(
+    store: JobStore, database, receivers, spread
+) -> None:
     receiver = a_receiver(receivers)
     a_queued_job(store)
     all_steps(spread)

@@ -65,7 +65,7 @@ def test_purge_removes_what_ended_before_and_nothing_that_has_not_ended(store):
     assert all(store.get(job.id) is not None for job in waiting)
 
 
-def test_a_job_is_kept_from_its_end_on_however_long_it_waited(store):
+def test_the_retention_of_a_job_starts_at_its_end(store):
     job = a_queued_job(store, now_ms=T0)
     store.cancel_waiting(job.id, LATER)
     assert retention.delete_ended_jobs(store.database, LATER) == 0

@@ -75,7 +75,7 @@ def test_a_settle_owes_one_message_that_is_named_after_the_end(database, store):
     assert due_ids(database, T0) == [f"msg_{run.job.id}_1_completed"]
 
 
-def test_each_end_of_a_revived_job_has_a_message_of_its_own_and_they_are_sent_in_order(database, store):
+def test_each_end_of_a_revived_job_has_a_separate_message_and_the_messages_are_sent_in_order(database, store):
     dead = an_ended_job(store, State.DEAD, callback_url=CALLBACK)
     store.revive(dead.id, T0)
     run = a_start(store, dead.id)
@@ -215,7 +215,7 @@ def test_given_up_messages_are_listed_newest_first_and_filtered_by_tenant(databa
     assert Redelivery(database).list_given_up_webhooks() == [], "that is the list of webhooks"
 
 
-def test_a_given_up_message_is_resent_with_its_id_and_only_for_its_own_tenant(database, store):
+def test_a_given_up_message_is_resent_with_its_id_and_only_for_its_tenant(database, store):
     redelivery, webhook_id = Redelivery(database), _give_up(database, store)
     assert not redelivery.retry_callback(webhook_id, "another", UNTIL)
     assert not redelivery.retry_callback("msg_unknown", None, UNTIL)

@@ -1,4 +1,4 @@
-"""A Redis that has reached its maxmemory: what it refuses, and what goes on."""
+"""A Redis that has reached its maxmemory: which commands it refuses, and which still run."""
 
 import asyncio
 import re
@@ -66,7 +66,7 @@ def test_a_full_redis_that_loads_no_function_runs_the_scripts_that_free_memory(r
     assert redis.function_list() == []
 
 
-def test_a_full_redis_runs_the_scripts_of_an_event_loop_though_it_loads_no_function(redis: Redis) -> None:
+def test_a_full_redis_that_loads_no_function_still_runs_the_scripts_of_an_event_loop(redis: Redis) -> None:
     scripts = make_scripts(redis, Keys("test"))
 
     async def ask() -> Any:

@@ -136,7 +136,7 @@ def test_a_command_that_fails_does_not_fail_its_neighbours(own_valkey):
 
 
 @tcp
-def test_releases_of_one_loop_turn_are_one_call_and_each_gets_its_own_response(own_valkey):
+def test_releases_of_one_loop_turn_are_one_call_and_each_gets_its_response(own_valkey):
     with own_valkey.client() as client:
         queue = FleetQueue(client, prefix="test")
         offers = queue.with_slots(3).enqueue(*[a(f"j{n}", n) for n in range(3)])

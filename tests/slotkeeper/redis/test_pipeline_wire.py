@@ -110,7 +110,7 @@ async def over(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("a_time", [1, 3, 1000])
-def test_an_answer_is_the_same_however_it_is_cut_up(a_time):
+def test_a_reply_is_parsed_correctly_in_chunks_of_any_size(a_time):
     stub = Stub(ANSWER, b"*1\r\n$2\r\n11\r\n", b"-ERR no\r\n", ANSWER, a_time=a_time)
     one, two, wrong, four = play(stub.speak, asked("a", "b", "c", "d"))
     assert (one, two, four, str(wrong)) == (7, 11, 7, "no")
@@ -127,7 +127,7 @@ def test_an_answer_is_the_same_however_it_is_cut_up(a_time):
         (b"-NOPERM no\r\n", exceptions.NoPermissionError),
     ],
 )
-def test_an_error_reply_raises_the_exception_of_redis_py_for_its_own_request_only(reply, kind):
+def test_an_error_reply_raises_the_exception_of_redis_py_for_its_request_only(reply, kind):
     stub = Stub(ANSWER, reply, ANSWER)
     one, wrong, three = play(stub.speak, asked("a", "b", "c"))
     assert (one, three, type(wrong), stub.connections) == (7, 7, kind, 1)

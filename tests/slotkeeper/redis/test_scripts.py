@@ -1,4 +1,4 @@
-"""How scripts are put together and run."""
+"""Scripts: how they are assembled and run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_nothing_that_a_script_changes_is_left_unwritten(name):
     assert ("flush_hashes()" in body(name)) == changes
 
 
-def test_a_full_redis_takes_no_new_jobs_and_lets_those_that_it_has_go_on(own_valkey):
+def test_a_full_redis_accepts_no_new_jobs_and_still_serves_its_jobs(own_valkey):
     with own_valkey.client() as client:
         queue = FleetQueue(client).with_slots(1)
         (held,) = queue.enqueue(a("j1", 1), a("j2", 2), limit=1)

@@ -1,4 +1,4 @@
-"""A Redis behind TLS serves as queue, broker and result backend by the URL that README names."""
+"""A Redis with TLS serves as queue, broker and result backend with the URL from the README."""
 
 import shutil
 from collections.abc import Iterator
@@ -58,6 +58,6 @@ def test_queue_broker_and_results_work_over_tls(tls_url: str, suffix: str, monke
         ("amqps://h/", "amqps://h/"),
     ],
 )
-def test_celery_checks_the_certificate_unless_the_url_says_otherwise(url: str, used: str) -> None:
+def test_celery_checks_the_certificate_unless_the_url_disables_the_check(url: str, used: str) -> None:
     settings = TaskSettings(broker_url=url, result_url=url)
     assert (settings.broker, settings.results) == (used, used)

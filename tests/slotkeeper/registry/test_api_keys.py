@@ -1,4 +1,4 @@
-"""API keys: several for a tenant, each with its scopes, its end and its rotation."""
+"""API keys: several for a tenant, each with its scopes, its expiry and its rotation."""
 
 import re
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def test_each_mistyped_character_of_a_key_is_seen() -> None:
         assert is_mistyped(key[:at] + ("x" if key[at] != "x" else "y") + key[at + 1 :])
 
 
-def test_a_key_of_the_release_before_is_not_taken_for_mistyped() -> None:
+def test_a_key_of_the_previous_release_is_not_reported_as_mistyped() -> None:
     assert not is_mistyped("sk_" + 43 * "a")
 
 
@@ -77,7 +77,7 @@ def test_the_key_cannot_be_read_from_the_database(keys: ApiKeys, database: Datab
     assert not any(key in cell or key[15:58] in cell for cell in cells)
 
 
-def test_without_keys_everybody_is_the_default_tenant_and_may_do_everything() -> None:
+def test_without_keys_every_client_is_the_default_tenant_with_all_scopes() -> None:
     assert LOCAL_IDENTITY.tenant == Tenant("default") and all(LOCAL_IDENTITY.may(scope) for scope in Scope)
 
 
@@ -102,7 +102,7 @@ def test_a_tenant_has_several_keys_each_with_its_scopes(keys: ApiKeys) -> None:
     assert identity.may(Scope.READ) and not identity.may(Scope.SUBMIT) and not identity.operates
 
 
-def test_a_key_has_its_own_rate_which_a_rotation_keeps(keys: ApiKeys) -> None:
+def test_a_rotation_keeps_the_rate_limit_of_a_key(keys: ApiKeys) -> None:
     rate = RateLimit(rate_per_s=0.5, burst=2)
     former = keys.add("acme", {Scope.SUBMIT}, now_ms=T0, rate=rate)
     new = keys.rotate("acme", former.id, 0, now_ms=T0)
@@ -179,7 +179,7 @@ def test_a_key_is_listed_for_ninety_days_after_its_end(keys: ApiKeys) -> None:
     assert ended.id not in _ids(keys)
 
 
-def test_each_act_stands_in_the_audit_log_and_the_key_does_not(keys: ApiKeys, database: Database) -> None:
+def test_the_audit_log_lists_each_change_of_a_key_and_never_the_key(keys: ApiKeys, database: Database) -> None:
     new = keys.add("acme", {Scope.READ}, now_ms=T0)
     keys.change("acme", new.id, {"name": "other"}, T0)
     rotated = keys.rotate("acme", new.id, 0, now_ms=T0)

@@ -48,7 +48,7 @@ def _slots(snapshot: CatalogSnapshot, model: str) -> int:
     return sum(server.slots for server in snapshot.servers_for(model))
 
 
-def test_a_registered_server_stands_in_the_catalog_with_its_model(catalog):
+def test_a_registered_server_is_listed_in_the_catalog_with_its_model(catalog):
     answer = catalog.register("zimg", "gpu1", URL, 4, T0)
     snapshot = catalog.read()
     assert snapshot.servers == {"gpu1": answer}
@@ -85,9 +85,9 @@ def test_a_model_may_have_several_servers(catalog):
     assert _slots(snapshot, "zimg") == 5
 
 
-def test_a_known_model_that_nobody_serves_moves_to_the_fleet_of_its_first_server(catalog, store):
+def test_a_model_without_a_server_moves_to_the_fleet_of_its_first_server(catalog, store):
     catalog.configure("flux", {}, T0)
-    a_job_in(store, sorted(FINAL_STATES)[0], model="flux")  # jobs that have ended do not hold it
+    a_job_in(store, sorted(FINAL_STATES)[0], model="flux")  # ended jobs do not keep the model in its fleet
     catalog.register("zimg", "gpu1", URL, 4, T0)
     assert catalog.register("flux", "gpu1", URL, 4, T0).fleet == "zimg"
     assert catalog.read().models["flux"].fleet == "zimg"
@@ -136,7 +136,7 @@ def test_slot_1_a_removed_server_is_no_other_fleets_while_its_slots_are_quaranti
     assert catalog.register("zimg", "gpu1", URL, 1, T0).fleet == "zimg"
 
 
-def test_a_record_has_an_identity_that_stays_and_that_no_other_has(catalog, database):
+def test_a_database_has_a_stable_id(catalog, database):
     found = catalog.read().database_id
     assert found and Catalog(database).read().database_id == found == catalog.get_database_id()
 
@@ -191,7 +191,7 @@ def test_what_a_server_declares_is_kept_until_it_declares_something_else(catalog
     assert catalog.read().servers == {"gpu1": answer}
 
 
-def test_what_is_declared_for_one_model_stands_beside_what_is_declared_for_the_server(catalog):
+def test_attributes_of_one_model_are_stored_beside_the_attributes_of_its_server(catalog):
     catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "A100"}, of_model={"model_version": "2.1", "runtime": "trt"})
     catalog.register("flux", "gpu1", URL, 4, T0, of_model={"model_version": "dev"})
     answer = catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "H100"}, of_model={"model_version": "2.2"})
@@ -266,7 +266,7 @@ def _stood(catalog: Catalog, kind: str, name: str):
 
 @pytest.mark.parametrize("kind", ["server", "model", "tenant"])
 @pytest.mark.parametrize("state", sorted(AdminState))
-def test_a_server_model_or_tenant_keeps_the_state_that_was_set_and_who_set_it(catalog, kind, state):
+def test_the_catalog_stores_the_state_of_a_server_model_or_tenant_and_the_operator_who_set_it(catalog, kind, state):
     name = {"server": "gpu1", "model": "zimg", "tenant": "acme"}[kind]
     change = getattr(catalog, f"set_{kind}_state")
     catalog.register("zimg", "gpu1", URL, 4, T0)
@@ -278,7 +278,7 @@ def test_a_server_model_or_tenant_keeps_the_state_that_was_set_and_who_set_it(ca
     assert _stood(catalog, kind, name) == (state, *known)
 
 
-def test_only_tenants_that_do_not_stand_online_are_listed_and_they_need_no_key(catalog, tenants):
+def test_the_catalog_lists_only_tenants_that_are_not_online_with_or_without_a_key(catalog, tenants):
     tenants.add(Tenant("keyed"), T0)
     for name in ("keyed", "keyless", "quiet"):
         catalog.set_tenant_state(name, "frozen", now_ms=T0)

@@ -1,4 +1,4 @@
-"""A process's copy of the catalog: never older than a moment, and still there while the database is away."""
+"""A process's cached catalog: never older than its refresh time, and available without the database."""
 
 import threading
 import time
@@ -67,14 +67,14 @@ def cache(catalog: FakeCatalog, clock: Clock) -> CatalogCache:
     return CatalogCache(catalog, 1.0, clock)  # type: ignore[arg-type]
 
 
-def test_within_a_moment_nobody_asks_again(cache, catalog, clock):
+def test_the_cache_does_not_query_the_database_within_its_refresh_time(cache, catalog, clock):
     first = cache.get()
     clock.now = 0.99
     assert cache.get() is first
     assert (catalog.looks, catalog.reads) == (0, 1)
 
 
-def test_after_a_moment_the_version_is_asked_for_and_the_rest_only_if_it_has_changed(cache, catalog, clock):
+def test_after_its_refresh_time_the_cache_reads_the_version_and_the_catalog_only_if_it_changed(cache, catalog, clock):
     first = cache.get()
     clock.now = 1.0
     assert cache.get() is first
@@ -98,7 +98,7 @@ def test_a_model_that_was_registered_just_now_is_found_by_a_second_look(cache, c
     assert cache.resolve("flux") is cache.resolve("flux") and catalog.reads == 2
 
 
-def test_a_model_that_nobody_registered_is_unknown_and_the_remedy_is_named(cache):
+def test_the_error_for_an_unregistered_model_names_the_remedy(cache):
     with pytest.raises(UnknownModel, match="POST /admin/register") as refused:
         cache.resolve("nobody")
     assert refused.value.field == "model"
@@ -138,7 +138,7 @@ def test_many_threads_at_once_read_the_catalog_once(cache, catalog):
     assert len({id(snapshot) for snapshot in found}) <= 8 and catalog.reads == 1
 
 
-def test_a_look_for_a_newer_catalog_takes_little_of_the_time_of_a_request(cache, catalog, monkeypatch):
+def test_a_refresh_of_the_catalog_uses_a_small_part_of_the_time_limit_of_a_request(cache, catalog, monkeypatch):
     cache.get()
     left = []
     monkeypatch.setattr(catalog, "get_version", lambda: left.append(time_left()) or catalog.number)
@@ -147,14 +147,14 @@ def test_a_look_for_a_newer_catalog_takes_little_of_the_time_of_a_request(cache,
     assert 0 < left[0] <= LOOK_S
 
 
-def test_threads_that_ask_while_another_one_looks_do_not_look_after_it(catalog):
+def test_threads_that_wait_for_a_concurrent_refresh_do_not_refresh_again(catalog):
     cache = CatalogCache(catalog, 0.0)  # type: ignore[arg-type]
     cache.get()
     asking, catalog.away = threading.Semaphore(0), True
     looked = catalog.get_version
 
     def get_version() -> int:
-        for _ in range(7):  # The others have asked, and wait for the lock.
+        for _ in range(7):  # The other threads wait for the lock.
             assert asking.acquire(timeout=10)
         return looked()
 

@@ -1,4 +1,4 @@
-"""A process that reads changes alone has the same catalog as one that reads it whole."""
+"""A process that reads only the changes has the same catalog as one that reads the whole catalog."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def _content(snapshot: CatalogSnapshot) -> CatalogSnapshot:
     return replace(snapshot, mark=None)  # of one of the version's rows
 
 
-def test_each_change_reaches_who_reads_the_changes_alone(catalog: Catalog) -> None:
+def test_each_change_reaches_a_process_that_reads_only_the_changes(catalog: Catalog) -> None:
     former = catalog.read()
     for what, change in CHANGES.items():
         if what == "a model is removed":
@@ -59,7 +59,7 @@ def test_each_change_reaches_who_reads_the_changes_alone(catalog: Catalog) -> No
         assert _content(former) == _content(whole), what
 
 
-def test_all_changes_together_reach_who_comes_late(catalog: Catalog) -> None:
+def test_several_changes_reach_a_process_that_reads_them_at_once(catalog: Catalog) -> None:
     former = catalog.read()
     for what, change in CHANGES.items():
         if what not in ("the defaults change", "a secret is removed"):

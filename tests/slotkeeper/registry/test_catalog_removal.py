@@ -1,4 +1,4 @@
-"""What the database promises about models and servers that are removed."""
+"""The rules of the database for models and servers that are removed."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -99,7 +99,7 @@ def test_a_model_that_drains_takes_no_new_jobs_and_goes_when_the_last_has_ended(
     assert catalog_removal.finish_model_removal(database, "zimg", T0) is None, "once"
 
 
-def test_a_removal_that_is_called_off_is_not_ended_though_nothing_is_in_its_way(database, catalog, store):
+def test_a_canceled_removal_is_not_finished_when_no_job_is_left(database, catalog, store):
     job = a_queued_job(store)
     catalog_removal.remove_model(database, "zimg", T0, "ops", drain=True)
     catalog_removal.cancel_model_removal(database, "zimg")
@@ -132,8 +132,8 @@ def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(da
 
 
 @pytest.mark.postgres
-def test_no_job_is_written_behind_the_back_of_who_removes_its_model(postgres_url):
-    """Its transaction has begun before the removal looks, and commits after it."""
+def test_the_removal_of_a_model_waits_for_a_submit_that_is_not_committed(postgres_url):
+    """The transaction of the submit begins before the removal reads the jobs, and commits after that."""
     database = Database(postgres_url)
     Catalog(database).register("zimg", "gpu1", URL, 4, T0)
     row = "INSERT INTO jobs (id, model, state, why, priority, tenant, created_ms, source, payload) "

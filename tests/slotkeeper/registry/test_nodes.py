@@ -1,4 +1,4 @@
-"""Nodes: enrolment, what they declare, and what of it the catalog takes over."""
+"""Nodes: enrolment, their declarations, and the part that the catalog accepts."""
 
 import hashlib
 from typing import Any
@@ -53,11 +53,11 @@ def _declaration(**changes: Any) -> bytes:
 # -- enrolment -------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_used_once_and_answers_its_own_key_again(nodes: Nodes) -> None:
+def test_a_token_enrolls_one_node_and_a_repeated_request_with_the_same_key_returns_that_node(nodes: Nodes) -> None:
     token, key = _token(nodes), signatures.make_key()
     node = _enroll(nodes, token, key=key)
 
-    assert _enroll(nodes, token, key=key, now_ms=T0 + 7_200_000) == node  # The answer was lost.
+    assert _enroll(nodes, token, key=key, now_ms=T0 + 7_200_000) == node  # The first response was lost.
     with pytest.raises(InvalidRequest, match="token"):
         _enroll(nodes, token, name="other")
     assert nodes.list_tokens(T0) == []
@@ -140,7 +140,7 @@ def test_a_name_and_a_key_belong_to_one_node(nodes: Nodes, catalog: Catalog) -> 
         {"models": {"zimg": {"pool": "mine"}}},
     ],
 )
-def test_a_declaration_names_no_attribute_of_ours_and_stays_within_its_grant(change: dict[str, Any]) -> None:
+def test_a_declaration_with_a_reserved_attribute_or_beyond_its_grant_is_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidDeclaration):
         parse_declaration(_declaration(**change), _GRANT)
 

@@ -1,4 +1,4 @@
-"""A job's own retry policy: never more than its model's configuration allows."""
+"""The retry policy of a job never exceeds the configuration of its model."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_a_job_without_terms_runs_by_its_models_configuration() -> None:
     assert apply_terms(CONFIG, JobTerms(expected_output=5).encode()) is CONFIG
 
 
-def test_what_a_job_names_counts_and_the_rest_is_its_models() -> None:
+def test_the_terms_of_a_job_replace_the_settings_of_its_model_that_they_name() -> None:
     terms = JobTerms(on_failure=OnFailure(max_retries=0, jitter=0.25, max_time=1)).encode()
     config = apply_terms(CONFIG, terms)
     assert (config.max_retries, config.retry_jitter, config.max_poll_time) == (0, 0.25, 1)

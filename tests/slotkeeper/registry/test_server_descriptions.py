@@ -1,4 +1,4 @@
-"""Descriptions in versions, and sealed secrets, in both databases."""
+"""Versions of descriptions, and sealed secrets, in both databases."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_version_is_stored_once_and_read_by_its_name(database, catalog):
     assert server_descriptions.read_description(database, "none") is None
 
 
-def test_what_is_given_and_the_version_it_makes_stand_together(catalog):
+def test_the_overrides_of_a_model_and_their_version_are_stored_together(catalog):
     version = _version(catalog, "{}", preset="x", max_retries=3)
     model = catalog.read().models["zimg"]
     assert (model.overrides, model.described_by) == ({"preset": "x", "max_retries": 3}, version)
@@ -44,14 +44,14 @@ def test_what_is_given_and_the_version_it_makes_stand_together(catalog):
     assert catalog.configure("zimg", {}, T0).described_by is None
 
 
-def test_a_registration_has_its_own_version_until_it_is_taken_away(catalog):
+def test_a_registration_keeps_its_description_until_its_overrides_are_removed(catalog):
     of_model = _version(catalog, '{"a":1}')
     registered = ("zimg", "gpu1", "http://gpu1/", 1, T0)
     catalog.register(*registered, overrides={"preset": "x"}, description='{"a":2}')
     own = server_descriptions.hash_body('{"a":2}')
     assert catalog.read().find_description("gpu1", "zimg") == own
     catalog.register(*registered)
-    assert catalog.read().find_description("gpu1", "zimg") == own, "what is not said stays"
+    assert catalog.read().find_description("gpu1", "zimg") == own, "an omitted description is kept"
     catalog.register(*registered, overrides={})
     assert catalog.read().find_description("gpu1", "zimg") == of_model
     assert catalog.read().find_description("gpu2", "zimg") == of_model

@@ -53,7 +53,7 @@ def test_the_installation_and_those_without_a_key_have_limits_and_are_no_tenants
     assert tenants.list_all() == []
 
 
-def test_a_tenant_holds_its_own_jobs_that_have_not_ended(store: JobStore) -> None:
+def test_the_holdings_of_a_tenant_count_its_active_jobs_only(store: JobStore) -> None:
     for tenant in ("acme", "acme", "other"):
         a_queued_job(store, tenant=tenant)
     an_ended_job(store, State.COMPLETED, tenant="acme")
@@ -87,7 +87,7 @@ def test_an_administrator_changes_limits_over_rest(api: Api, settings: dict[str,
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}])
-def test_the_headers_say_what_is_left(api: Api, settings: dict[str, str]) -> None:
+def test_the_rate_limit_headers_name_the_remaining_submits(api: Api, settings: dict[str, str]) -> None:
     root, acme = api.tenant("root", admin=True), api.tenant("acme")
     api.client.put("/admin/model-configs/zimg", json={}, headers=root)
     assert "RateLimit" not in api.submit(acme).headers

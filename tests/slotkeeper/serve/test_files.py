@@ -1,4 +1,4 @@
-"""A function may return bytes, an image or a file: each travels as one form of JSON."""
+"""A function may return bytes, an image or a file: each is encoded as one form of JSON."""
 
 import base64
 import io
@@ -61,7 +61,7 @@ def test_bytes_travel_with_their_kind_and_size(content: bytes, media_type: str) 
 
 
 @pytest.mark.parametrize(("made_as", "media_type"), [(None, "image/png"), ("PNG", "image/png"), ("JPEG", "image/jpeg")])
-def test_an_image_is_saved_in_its_own_format(made_as: str | None, media_type: str) -> None:
+def test_an_image_keeps_its_format_and_an_image_without_one_becomes_png(made_as: str | None, media_type: str) -> None:
     assert result_of(lambda: Image(made_as))["media_type"] == media_type
 
 
@@ -86,7 +86,7 @@ def test_a_buffer_is_read_from_its_beginning() -> None:
     assert result_of(lambda: buffer) == form(PNG, "image/png")
 
 
-def test_files_stand_anywhere_in_a_result() -> None:
+def test_files_at_any_place_of_a_result_are_encoded() -> None:
     one = form(PNG, "image/png")
     assert result_of(lambda: {"seed": 7, "images": [PNG, PNG], "n": 2**80}) == {
         "seed": 7,

@@ -1,4 +1,4 @@
-"""No web page can make a browser on this machine use the server, nor read what it answers."""
+"""No web page can make a browser on this machine use the server, nor read its responses."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_names_of_the_network_can_be_configured(bound: str, names: tuple[str, ..
     assert (HostGuard(bound, names).refusal(_request(host, None, None, JSON)) is None) is let_in
 
 
-def test_the_guard_stands_before_everything() -> None:
+def test_the_host_guard_checks_every_request() -> None:
     import requests
 
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0)) as server:

@@ -1,4 +1,4 @@
-"""The engine alone: no HTTP, no threads where none are needed, a clock that the test sets."""
+"""The run scheduler alone: no HTTP, no unnecessary threads, a clock that the test sets."""
 
 import threading
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def queued(engine: RunScheduler, call: Call | None = None) -> Run:
 # Slots and the direct queue
 
 
-def test_every_run_has_a_slot_number_of_its_own_and_the_number_comes_back():
+def test_each_run_has_a_separate_slot_number_and_a_released_number_is_reused():
     engine = RunScheduler(slots=3)
     runs = [started(engine, dispatched()) for _ in range(3)]
     assert [run.slot for run in runs] == [0, 1, 2]
@@ -80,8 +80,8 @@ def test_a_freed_slot_goes_to_the_direct_call_in_the_same_step():
 
 
 @pytest.mark.parametrize(("call", "expected"), [(dispatched(), Busy), (direct(), Queued)])
-def test_nobody_overtakes_a_direct_call_that_waits(call: Call, expected: type):
-    """DIRECT-1 where a slot is free too.  The hand-over above never lets that be, so the test reaches inside."""
+def test_no_call_overtakes_a_waiting_direct_call(call: Call, expected: type):
+    """DIRECT-1 also with a free slot.  The hand-over prevents that state, so the test sets a private field."""
     engine = RunScheduler(slots=1)
     started(engine, dispatched())
     queued(engine)
@@ -146,7 +146,7 @@ def test_one_key_runs_once_at_a_time():
     assert engine.health().active == 1
 
 
-def test_an_attempt_without_a_key_is_its_own_key():
+def test_an_attempt_without_a_key_is_identified_by_its_job_and_number():
     """A request sent twice by a proxy or a retrying client runs once."""
     engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a", 1))
@@ -214,7 +214,7 @@ class Clock:
         return self.now
 
 
-def test_what_has_ended_is_forgotten_after_its_time():
+def test_an_ended_run_is_deleted_after_its_retention_time():
     clock = Clock()
     engine = RunScheduler(slots=1, memory=ResultRetention(age_s=60), clock=clock)
     engine.finish(started(engine, dispatched("a", 1, key="k")), DONE)
@@ -225,7 +225,7 @@ def test_what_has_ended_is_forgotten_after_its_time():
     started(engine, dispatched("a", 2, key="k"))
 
 
-def test_a_run_under_way_is_not_forgotten_however_long_it_takes():
+def test_a_run_in_progress_is_never_deleted():
     clock = Clock()
     engine = RunScheduler(slots=1, memory=ResultRetention(age_s=60), clock=clock)
     run = started(engine, dispatched("a", 1, key="k"))
@@ -241,7 +241,7 @@ def test_only_so_many_are_remembered_the_newest():
     assert [engine.find(name) is not None for name in ("a", "b", "c")] == [False, True, True]
 
 
-def test_results_are_forgotten_by_their_size_but_never_the_newest():
+def test_results_above_the_size_limit_are_deleted_except_the_newest():
     engine = RunScheduler(slots=1, memory=ResultRetention(result_bytes=100))
     for name in ("a", "b"):
         engine.finish(started(engine, dispatched(name, 1)), RunEnd(State.COMPLETED, result=b"x" * 200))
@@ -249,7 +249,7 @@ def test_results_are_forgotten_by_their_size_but_never_the_newest():
     assert engine.find("b")
 
 
-def test_nothing_is_left_of_what_was_forgotten():
+def test_a_deleted_run_leaves_no_entry_in_the_scheduler():
     engine = RunScheduler(slots=1, memory=ResultRetention(runs=1))
     for number in range(50):
         engine.finish(started(engine, dispatched(f"job-{number}", 1, key=f"key-{number}")), DONE)

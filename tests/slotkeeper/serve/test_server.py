@@ -1,4 +1,4 @@
-"""What the reference server promises beyond the protocol, on real processes."""
+"""The rules of the reference server beyond the protocol, on real processes."""
 
 import json
 import signal
@@ -392,7 +392,7 @@ def test_an_old_client_is_answered_and_hung_up_on(small: ServerUnderTest):
         ("GET", "/", 404),
     ],
 )
-def test_a_wrong_door_is_named_in_json(small: ServerUnderTest, method: str, path: str, status: int):
+def test_a_wrong_path_or_method_returns_a_json_error(small: ServerUnderTest, method: str, path: str, status: int):
     answer = requests.request(method, small.url + path, timeout=5)
     assert (answer.status_code, answer.json()["status"]) == (status, "failed")
 
@@ -404,13 +404,13 @@ def test_a_payload_that_is_no_object_is_refused(small: ServerUnderTest, body: st
 
 @pytest.mark.parametrize("name", ["X-Job-Id", "Idempotency-Key"])
 @pytest.mark.parametrize("value", ["x" * 201, "gr\xfc\xdf"])
-def test_an_id_that_could_not_stand_in_a_path_is_refused(small: ServerUnderTest, name: str, value: str):
+def test_an_id_that_is_not_valid_in_a_path_is_refused(small: ServerUnderTest, name: str, value: str):
     answer = requests.post(
         small.url + "/generate", data="{}", headers={name: value.encode("latin-1"), "X-Source": "dispatcher"}, timeout=5
     )
     assert answer.status_code == 400
 
 
-def test_an_id_is_found_however_its_path_is_written(small: ServerUnderTest):
+def test_an_id_is_found_by_its_percent_encoded_path(small: ServerUnderTest):
     small.dispatch(job="a/b c")
     assert small.status("a%2Fb%20c").json()["job_id"] == "a/b c.1"

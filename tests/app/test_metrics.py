@@ -72,7 +72,7 @@ def test_the_scheme_of_the_metrics_key_may_be_in_small_letters(api: Api) -> None
 
 
 @pytest.mark.parametrize("settings", [{"METRICS_KEY": "mk_only_figures"}])
-def test_without_keys_the_metrics_key_brings_no_stranger_in(api: Api, settings: dict[str, str]) -> None:
+def test_without_required_keys_the_metrics_key_admits_no_remote_client(api: Api, settings: dict[str, str]) -> None:
     stranger = {"REMOTE_ADDR": "192.0.2.7"}
     assert api.client.get("/metrics", headers=METRICS_KEY, environ_base=stranger).status_code == 403
 
@@ -208,7 +208,7 @@ def test_what_the_ledger_lacks_is_a_figure(api: Api) -> None:
     assert not [name for name in found if ledger.DIFFERENCE in name and name != "slotkeeper_ledger_difference"]
 
 
-def test_models_beyond_the_first_stand_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_above_the_limit_share_the_label_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_MODEL_LABELS", 2)
     for name in ("a", "b", "c", "d"):
         api.model(name)

@@ -39,7 +39,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_refusal_of_a_use_case_has_a_status_of_its_own(app, kind):
+def test_every_refusal_of_a_use_case_has_a_status_and_its_own_code(app, kind):
     answer = _raised(app, _made(kind))
     assert answer.status_code in (401, 402, 403, 404, 409, 422, 429, 503)
     assert answer.json["code"] == kind.code
@@ -47,7 +47,7 @@ def test_every_refusal_of_a_use_case_has_a_status_of_its_own(app, kind):
     assert ("Retry-After" in answer.headers) == (answer.status_code in (429, 503))
 
 
-def test_times_to_come_back_are_whole_seconds_and_never_none(app):
+def test_retry_after_is_at_least_one_whole_second(app):
     assert _raised(app, TooManyRequests("slow down", 0.001)).headers["Retry-After"] == "1"
 
 

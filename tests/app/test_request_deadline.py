@@ -1,4 +1,4 @@
-"""All steps of a request share the time within which it is answered."""
+"""All steps of a request share one deadline."""
 
 import time
 from typing import Any
@@ -35,7 +35,7 @@ def _note_time_left(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> l
         ("POST", "/queue/submit", (JobStore, "submit")),
     ],
 )
-def test_reads_submits_cancels_and_retries_have_what_the_server_says_is_left(
+def test_reads_submits_cancels_and_retries_use_the_remaining_time_of_the_request(
     api: Api, monkeypatch: pytest.MonkeyPatch, method: str, path: str, step: tuple[Any, str]
 ) -> None:
     api.model()
@@ -73,7 +73,7 @@ def test_redis_is_not_asked_when_too_little_time_is_left(api: Api, monkeypatch: 
     assert (answer.status_code, asked) == (202, [])
 
 
-def test_workers_are_not_looked_for_while_redis_does_not_answer(
+def test_a_submit_does_not_look_for_workers_while_redis_is_down(
     mortal_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mortal_api.model()

@@ -93,7 +93,7 @@ def test_of_an_array_no_more_is_parsed_than_is_asked_for():
     assert [next(found) for _ in range(3)] == [1, 0, 0]
 
 
-def test_a_key_that_stands_twice_is_found_in_one_look_at_each():
+def test_a_duplicate_key_is_found_with_linear_comparisons():
     class Counted(str):
         looks = 0
 

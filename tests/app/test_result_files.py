@@ -50,7 +50,7 @@ def test_a_file_is_an_object_of_its_kind_and_text_or_a_data_url(result: Any, pla
         assert TEXT not in orjson.dumps(shortened(orjson.loads(orjson.dumps(result)))).decode()
 
 
-def test_of_a_result_with_very_many_values_a_bounded_part_is_looked_at() -> None:
+def test_only_a_bounded_part_of_a_large_result_is_searched_for_files() -> None:
     assert len(files_in([FILE] * 1000)) == MOST_FILES
     assert files_in([[]] * 100_000 + [FILE]) == []
 

@@ -45,7 +45,7 @@ def _ask(api: Api, method: str, path: str, **more: Any) -> Any:
     "header", [{}, {"Authorization": "Bearer sk_wrong"}, {"Authorization": "Basic eDp5"}, {"Authorization": "Bearer"}]
 )
 @pytest.mark.parametrize("method, path", OF_KEYS)
-def test_without_a_valid_key_nobody_comes_in(
+def test_a_request_without_a_valid_key_is_refused(
     api: Api, settings: dict[str, str], method: str, path: str, header: dict[str, str]
 ) -> None:
     answer = _ask(api, method, path, headers=header)
@@ -90,7 +90,9 @@ def test_a_view_without_a_scope_stops_the_application() -> None:
 
 
 @KEYED
-def test_a_refusal_says_what_the_key_may_and_what_is_needed(api: Api, settings: dict[str, str]) -> None:
+def test_a_refusal_names_the_scopes_of_the_key_and_the_scope_that_is_required(
+    api: Api, settings: dict[str, str]
+) -> None:
     answer = _ask(api, "post", "/queue/submit", headers=api.with_key("acme", Scope.READ, Scope.AUDIT))
     assert answer.json["detail"] == "This needs a key with the scope submit, and this key has: read audit."
     key = api.with_key("acme", Scope.READ)["Authorization"]
@@ -148,7 +150,7 @@ def test_the_keys_of_another_tenant_do_not_exist(api: Api, settings: dict[str, s
 
 
 @KEYED
-def test_a_tenant_manages_its_own_dead_jobs_and_no_others(api: Api, settings: dict[str, str]) -> None:
+def test_a_tenant_manages_only_its_own_dead_jobs(api: Api, settings: dict[str, str]) -> None:
     api.client.put("/admin/model-configs/zimg", json={}, headers=api.with_key("root", Scope.OPERATE))
     own, foreign = (an_ended_job(api.dispatcher.store, State.DEAD, tenant=name) for name in ("acme", "zeta"))
     acme = api.with_key("acme", Scope.MANAGE)
@@ -160,7 +162,7 @@ def test_a_tenant_manages_its_own_dead_jobs_and_no_others(api: Api, settings: di
 
 
 @KEYED
-def test_a_tenant_reads_and_rotates_its_own_webhook_secret_and_no_other(api: Api, settings: dict[str, str]) -> None:
+def test_a_tenant_reads_and_rotates_only_its_own_webhook_secret(api: Api, settings: dict[str, str]) -> None:
     acme = api.with_key("acme", Scope.MANAGE)
     for tenant, status in (("acme", 200), ("me", 200), ("zeta", 404)):
         assert api.client.get(f"/admin/webhook-secrets/{tenant}", headers=acme).status_code == status
@@ -168,7 +170,7 @@ def test_a_tenant_reads_and_rotates_its_own_webhook_secret_and_no_other(api: Api
 
 
 @KEYED
-def test_a_tenant_sees_and_cancels_its_own_jobs_only(api: Api, settings: dict[str, str]) -> None:
+def test_a_tenant_sees_and_cancels_only_its_own_jobs(api: Api, settings: dict[str, str]) -> None:
     boss, acme, zeta = api.tenant("boss", admin=True), api.tenant("acme"), api.tenant("zeta")
     api.client.put("/admin/model-configs/zimg", json={}, headers=boss)
     job_id = api.submitted(acme)
@@ -185,7 +187,9 @@ def test_a_tenant_sees_and_cancels_its_own_jobs_only(api: Api, settings: dict[st
 
 
 @KEYED
-def test_another_tenants_job_looks_like_none(api: Api, settings: dict[str, str]) -> None:
+def test_a_request_for_another_tenants_job_gets_the_same_response_as_for_an_unknown_job(
+    api: Api, settings: dict[str, str]
+) -> None:
     job, zeta = an_ended_job(api.dispatcher.store, tenant="acme"), api.tenant("zeta")
     real = api.client.get(f"/queue/jobs/{job.id}", headers=zeta).json
     none = api.client.get("/queue/jobs/none", headers=zeta).json
@@ -210,7 +214,7 @@ def test_a_key_works_from_anywhere_under_any_name(api: Api, settings: dict[str, 
 
 
 @KEYED
-def test_without_the_database_nobody_is_taken_for_a_stranger(api: Api, settings: dict[str, str]) -> None:
+def test_a_valid_key_gets_503_and_not_401_while_the_database_is_down(api: Api, settings: dict[str, str]) -> None:
     acme = api.tenant("acme")
     api.take_database_away()
     answer = api.client.get("/queue/jobs", headers=acme)
@@ -222,7 +226,7 @@ def test_without_the_database_nobody_is_taken_for_a_stranger(api: Api, settings:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "127.0.0.9"])
-def test_this_machine_may_come_in_under_its_own_names(api: Api, host: str) -> None:
+def test_a_request_to_a_loopback_host_is_accepted(api: Api, host: str) -> None:
     assert api.client.get("/queue/jobs", headers={"Host": host}).status_code == 200
 
 
@@ -272,7 +276,7 @@ def test_what_a_form_can_send_is_refused(api: Api, kind: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"PUBLIC_URL": "https://jobs.example:8443"}])
-def test_the_name_in_the_settings_is_ours_too(api: Api, settings: dict[str, str]) -> None:
+def test_a_request_to_the_host_of_public_url_is_accepted(api: Api, settings: dict[str, str]) -> None:
     assert api.client.get("/queue/jobs", headers={"Host": "jobs.example"}).status_code == 200
     assert api.client.get("/queue/jobs", headers={"Host": "other.example"}).status_code == 421
 

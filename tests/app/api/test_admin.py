@@ -109,7 +109,7 @@ def test_a_wrong_registration_is_refused_and_leaves_nothing(api: Api, field: str
     assert "secret" not in answer.text
 
 
-def test_a_server_cannot_take_over_a_model_that_has_its_own(api: Api) -> None:
+def test_a_server_cannot_take_over_a_model_that_another_server_serves(api: Api) -> None:
     api.register(model="zimg", server="gpu1")
     api.register(model="flux", server="gpu2")
     answer = api.register(model="zimg", server="gpu2")
@@ -348,7 +348,7 @@ def test_an_endpoint_is_kept_as_it_was_given(api: Api) -> None:
     assert api.client.get("/admin/servers").json["servers"][0]["models"] == {"zimg": ENDPOINT}
 
 
-def test_no_name_may_end_in_a_word_that_stands_after_names_in_paths(api: Api) -> None:
+def test_no_name_may_end_in_a_path_word_that_follows_names_in_urls(api: Api) -> None:
     rules = [str(rule) for rule in api.client.application.url_map.iter_rules()]
     found = [re.search(r"<path:(?:model|server)>/(\w+)$", rule) for rule in rules]
     assert {word[1] for word in found if word} == PATH_WORDS

@@ -54,7 +54,9 @@ def test_a_tenant_that_cancels_its_job_is_noted(api: Api, settings: dict[str, st
 
 
 @KEYED
-def test_only_who_has_the_right_to_audit_or_administers_sees_it(api: Api, settings: dict[str, str]) -> None:
+def test_only_keys_with_the_audit_scope_and_administrators_read_the_audit_log(
+    api: Api, settings: dict[str, str]
+) -> None:
     key = add_key(api.database, "auditor", Scope.AUDIT)
     auditor = {"Authorization": f"Bearer {key}"}
     assert api.client.get("/admin/audit", headers=api.tenant("acme")).status_code == 403
@@ -64,7 +66,7 @@ def test_only_who_has_the_right_to_audit_or_administers_sees_it(api: Api, settin
     assert api.client.get("/admin/audit", headers=api.tenant("boss", admin=True)).status_code == 200
 
 
-def test_pages_go_on_from_one_another_and_lines_say_where(api: Api) -> None:
+def test_a_cursor_continues_the_previous_page_also_from_the_header_of_a_line_response(api: Api) -> None:
     for retries in range(5):
         api.client.put("/admin/model-configs/zimg", json={"max_retries": retries})
     found, cursor = [], None

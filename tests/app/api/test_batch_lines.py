@@ -112,7 +112,7 @@ def test_a_line_that_cannot_be_accepted_is_kept_as_an_error_and_the_others_run(a
     assert [line["status"] for line in results(api, batch)] == ["queued", *["refused"] * 7, "queued"]
 
 
-def test_lines_that_no_limit_would_admit_are_errors_of_their_own(api: Api) -> None:
+def test_lines_that_can_never_be_admitted_are_refused_one_by_one(api: Api) -> None:
     api.model(unmatched="refuse")
     batch = create(api)
     never = CAT | {"constraints": {"gpu": "none"}}
@@ -452,7 +452,7 @@ def test_what_is_kept_of_a_bad_line_is_short_and_can_be_stored(api: Api) -> None
 # -- results -----------------------------------------------------------------------------------------------------
 
 
-def test_results_stand_in_line_order(api: Api) -> None:
+def test_results_are_returned_in_line_order(api: Api) -> None:
     api.register()
     batch = create(api)
     sent(api, batch, [CAT | {"custom_id": f"c{n}"} for n in range(4)])

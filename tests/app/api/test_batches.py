@@ -118,7 +118,7 @@ def test_a_batch_sent_again_is_the_batch_that_it_was(api: Api) -> None:
 
 
 @KEYED
-def test_a_tenant_sees_its_own_batches_and_no_others(api: Api, settings: dict[str, str]) -> None:
+def test_a_tenant_sees_only_its_own_batches(api: Api, settings: dict[str, str]) -> None:
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     own, foreign = (_submit(api, headers=who)["batch"] for who in (acme, other))
@@ -189,7 +189,7 @@ def test_a_batch_is_known_by_its_jobs_and_gone_with_the_last(store: JobStore) ->
     assert batches.list_newest(None, None, 10) == []
 
 
-def test_who_comes_alone_is_in_no_batch(store: JobStore) -> None:
+def test_a_single_job_belongs_to_no_batch(store: JobStore) -> None:
     name = _batch_of(store, 2)
     a_start(store, a_queued_job(store).id)
     batches = Batches(store.database)

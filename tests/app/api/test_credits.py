@@ -1,4 +1,4 @@
-"""Credits by the API: accounts, acts that are done once, prices, what a job has cost, refusals."""
+"""Credits over the REST API: accounts, idempotent acts, prices, the cost of a job, refusals."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def _end(api: Api, job_id: str, ms: int, why: Reason = Reason.FINISHED) -> None:
     assert store_end(store, job_id, run.attempt, why, at_ms + ms, result=result, run_ended_ms=at_ms + ms)
 
 
-def test_a_job_holds_credits_and_says_what_it_has_cost(api: Api, acme: Headers) -> None:
+def test_a_job_holds_credits_and_shows_its_cost_after_its_end(api: Api, acme: Headers) -> None:
     job_id = api.submitted(acme)
     held = api.client.get(f"/queue/jobs/{job_id}", headers=acme).json["cost"]
     assert (held["held"], held["charged"], held["price"]) == (3 * _MICRO, 0, 50_000)
@@ -75,14 +75,14 @@ def test_a_job_holds_credits_and_says_what_it_has_cost(api: Api, acme: Headers) 
         (Reason.CRASHES_EXHAUSTED, "runs that failed, or whose server or worker was lost, are not charged"),
     ],
 )
-def test_a_job_that_cost_nothing_says_why(api: Api, acme: Headers, why: Reason, sentence: str) -> None:
+def test_an_uncharged_job_explains_why_it_cost_nothing(api: Api, acme: Headers, why: Reason, sentence: str) -> None:
     job_id = api.submitted(acme)
     _end(api, job_id, 7500, why)
     cost = api.client.get(f"/queue/jobs/{job_id}", headers=acme).json["cost"]
     assert cost["charged"] == 0 and sentence in cost["sentence"]
 
 
-def test_a_job_that_never_ran_says_that_it_cost_nothing(api: Api, acme: Headers) -> None:
+def test_a_job_that_never_ran_explains_that_it_cost_nothing(api: Api, acme: Headers) -> None:
     job_id = api.submitted(acme)
     assert api.client.post(f"/queue/jobs/{job_id}/cancel", headers=acme).status_code == 200
     cost = api.client.get(f"/queue/jobs/{job_id}", headers=acme).json["cost"]
@@ -101,7 +101,7 @@ def test_a_submit_that_the_tenant_cannot_pay_is_402_and_stores_nothing(api: Api,
     assert api.stored() == before
 
 
-def test_lines_of_a_batch_wait_for_credits_and_the_batch_says_what_it_cost(
+def test_lines_of_a_batch_are_refused_without_credits_and_the_batch_shows_its_cost(
     api: Api, acme: Headers, root: Headers
 ) -> None:
     batch = api.client.post("/batches", json={"model": "zimg"}, headers=acme).json["batch"]
@@ -174,7 +174,9 @@ def test_a_refund_gives_back_what_a_job_has_cost_and_no_more(api: Api, acme: Hea
         ({"kind": "withdraw", "amount": 5 * _MICRO}, "k", 409, None),
     ],
 )
-def test_an_act_that_cannot_be_done_says_why(api: Api, acme: Headers, root: Headers, body, key, status, field) -> None:
+def test_an_invalid_credit_act_is_refused_and_names_the_field(
+    api: Api, acme: Headers, root: Headers, body, key, status, field
+) -> None:
     headers = root | ({} if key is None else {"Idempotency-Key": key})
     refused = api.client.post("/admin/tenants/acme/credits", json=body, headers=headers)
     assert (refused.status_code, refused.json.get("field")) == (status, field)
@@ -220,7 +222,7 @@ def test_no_account_is_opened_beside_a_process_of_another_release(api: Api, root
     assert refused.status_code == 409 and "Processes of release 0.0.1 run" in refused.json["detail"]
 
 
-def test_a_tenant_whose_jobs_hold_credits_is_not_removed_and_a_later_one_begins_anew(
+def test_a_tenant_whose_jobs_hold_credits_is_not_removed_and_a_new_one_inherits_no_account(
     api: Api, acme: Headers, root: Headers
 ) -> None:
     job_id = api.submitted(acme)

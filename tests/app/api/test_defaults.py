@@ -8,7 +8,7 @@ from werkzeug.test import TestResponse
 from tests.support.api import Api
 
 
-def test_defaults_are_shown_with_where_each_field_comes_from(api: Api) -> None:
+def test_a_model_shows_the_source_of_each_configuration_field(api: Api) -> None:
     assert api.client.get("/admin/defaults").json["overrides"] == {}
     assert api.client.put("/admin/defaults", json={"policy": "fifo", "max_retries": 1}).status_code == 200
     assert api.client.put("/admin/kinds/training", json={"max_retries": 2}).json["kind"] == "training"
@@ -17,13 +17,15 @@ def test_defaults_are_shown_with_where_each_field_comes_from(api: Api) -> None:
     names = ("policy", "max_retries", "max_crashes", "poll_interval")
     assert [shown["sources"][name] for name in names] == ["installation", "kind", "model", "built-in"]
     assert [shown["config"][name] for name in names] == ["fifo", 2, 9, 2.0]
-    assert [shown["defaults"][name] for name in names] == ["fifo", 2, 3, 2.0], "what holds without the model's own"
+    assert [shown["defaults"][name] for name in names] == ["fifo", 2, 3, 2.0], (
+        "the values without the model's own overrides"
+    )
     (kind,) = api.client.get("/admin/kinds").json["kinds"]
     assert (kind["kind"], kind["models"], kind["changed_by"]) == ("training", ["zimg"], "default")
     assert api.client.get("/admin/kinds/training").json["overrides"] == {"max_retries": 2}
 
 
-def test_jobs_that_come_afterwards_are_treated_so(api: Api) -> None:
+def test_changed_defaults_apply_to_later_submits(api: Api) -> None:
     api.register()
     api.client.put("/admin/defaults", json={"max_payload_bytes": 10})
     assert api.submit().status_code == 422

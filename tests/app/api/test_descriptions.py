@@ -229,7 +229,7 @@ def test_the_same_description_is_the_same_version(api):
     assert api.client.delete(CONFIG).json["described_by"] is None
 
 
-def test_a_registration_may_have_a_description_of_its_own(api):
+def test_a_registration_may_override_the_description_of_the_model(api):
     of_model = _version(api, mode="async")
     body = {"model": "zimg", "server": "gpu1", "endpoint": "http://127.0.0.1:9/x", "slots": 1}
     own = {"description": {"mode": "sync", "status": {"path": "/own/{{id}}"}}}
@@ -242,7 +242,7 @@ def test_a_registration_may_have_a_description_of_its_own(api):
     assert now() not in (None, of_model) and answered.json["described"]["zimg"]["description"] == own["description"]
     kept = now()
     api.client.post("/admin/register", json=body)
-    assert now() == kept, "what is left out stays"
+    assert now() == kept, "an omitted field keeps its value"
     assert api.client.post("/admin/register", json=body | {"preset": None}).json["described"] == {}
     assert now() == of_model
 
@@ -261,7 +261,7 @@ def test_a_run_names_the_version_that_it_began_with(api):
     assert task.run.described_by == api.job(task.run.job.id).described_by == version
 
 
-def test_a_run_that_is_resumed_goes_on_by_its_own_version_and_a_new_one_begins_by_the_new(api):
+def test_a_resumed_run_keeps_its_description_version_and_a_new_run_uses_the_current_one(api):
     first = _version(api, mode="async")
     api.register("zimg", "gpu0")
     task = api.started()
@@ -369,7 +369,7 @@ def test_a_server_without_a_health_check_is_neither_up_nor_down(api):
     assert passes.read_report(api.dispatcher.catalog.get().servers["gpu0"]).up is None
 
 
-def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
+def test_a_health_check_follows_the_description_that_defines_one_among_the_servers_models(api):
     with Scripted(lambda seen: answer({"active_jobs": 1})) as there:
         for model, health in (("a", None), ("b", {"path": "/h"})):
             config = api.client.put(f"/admin/model-configs/{model}", json={"description": {"health": health}})
@@ -380,7 +380,7 @@ def test_a_server_is_asked_by_that_of_its_models_which_says_how(api):
         assert [seen.path for seen in there.seen] == ["/h"] and report.active_jobs == 1
 
 
-def test_waiting_jobs_are_not_taken_for_running_ones(api):
+def test_a_health_count_of_waiting_jobs_is_not_taken_as_a_count_of_runs(api):
     with Scripted(lambda _: answer({"active_jobs": 0})) as there:
         _put(api, {"description": {"health": {"running": False}}})
         body = {"model": "zimg", "server": "gpu0", "endpoint": there.url + "/x", "slots": 2}
@@ -389,7 +389,7 @@ def test_waiting_jobs_are_not_taken_for_running_ones(api):
     assert not report.shows_runs
 
 
-def test_what_was_stored_speaks_as_it_was_checked(api):
+def test_a_stored_description_builds_the_requests_that_were_validated(api):
     _put(api, {"description": {"submit": {"path": "/v2/run", "body": {"input": "{{payload}}"}, "result": "/out"}}})
     model = api.dispatcher.catalog.refresh().models["zimg"]
     with Scripted(lambda _: answer({"status": "done", "out": 7})) as there:

@@ -1,4 +1,4 @@
-"""A submit that is answered without Flask's frame: it is answered as Flask would have answered it."""
+"""A submit that bypasses Flask's request handling gets the same response as one through Flask."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +64,7 @@ def test_an_accepted_job_is_answered_as_flask_would(api: Api, through_flask: lis
 
 
 @KEYED
-def test_the_headers_say_what_is_left_of_a_rate(api: Api, settings: dict[str, str]) -> None:
+def test_the_rate_limit_headers_show_the_remaining_requests(api: Api, settings: dict[str, str]) -> None:
     operator, tenant = api.tenant("root", admin=True), api.tenant("acme")
     api.client.put("/admin/model-configs/zimg", json={}, headers=operator)
     api.client.patch("/admin/tenants/acme", json={"limits": {"rate_per_s": 1, "burst": 9}}, headers=operator)
@@ -124,7 +124,9 @@ def test_who_may_not_submit_is_refused_as_by_flask(api: Api, settings: dict[str,
     assert api.stored() == NOTHING
 
 
-def test_a_job_is_submitted_once_though_its_refusal_goes_on_to_flask(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_direct_submit_is_not_submitted_again_through_flask(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api.model()
     asked: list[int] = []
 
@@ -137,7 +139,7 @@ def test_a_job_is_submitted_once_though_its_refusal_goes_on_to_flask(api: Api, m
     assert asked == [1]
 
 
-def test_an_error_that_nobody_expected_is_a_problem(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_answered_as_a_problem(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.model()
     monkeypatch.setattr(JobStore, "submit", lambda *_: 1 / 0)
     answer = api.submit()
@@ -145,7 +147,7 @@ def test_an_error_that_nobody_expected_is_a_problem(api: Api, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("length", ["", "9", "-1", "1e3"])
-def test_a_body_whose_length_is_wrong_goes_on_to_flask(api: Api, through_flask: list[str], length: str) -> None:
+def test_a_body_with_an_invalid_length_is_passed_to_flask(api: Api, through_flask: list[str], length: str) -> None:
     api.model()
     through_flask.clear()
     body = {"json": {"model": "zimg", "payload": {"prompt": "a cat"}}}
@@ -174,7 +176,7 @@ def test_a_query_is_flasks(api: Api, through_flask: list[str]) -> None:
 
 
 @KEYED
-def test_the_next_request_of_the_thread_is_nobodys(api: Api, settings: dict[str, str]) -> None:
+def test_a_direct_submit_leaves_no_identity_behind_in_its_thread(api: Api, settings: dict[str, str]) -> None:
     operator, tenant = api.tenant("root", admin=True), api.tenant("acme")
     api.client.put("/admin/model-configs/zimg", json={}, headers=operator)
     for fields in ({}, {"priority": 77}):

@@ -18,11 +18,11 @@ def taken(api: Api, hosts: list[tuple[str, str]], port: int) -> list[str]:
     return [host for host, answer in answers if answer.status_code != 422]
 
 
-def test_no_endpoint_leads_to_metadata_however_the_host_is_written(api: Api) -> None:
+def test_an_endpoint_at_a_metadata_address_is_refused_in_every_notation_of_the_host(api: Api) -> None:
     assert taken(api, METADATA + METADATA_NAMES, 9001) == []
 
 
-def test_no_endpoint_leads_back_to_this_api_however_the_host_is_written(api: Api) -> None:
+def test_an_endpoint_at_this_api_is_refused_in_every_notation_of_the_host(api: Api) -> None:
     assert taken(api, THIS_MACHINE, context_port(api)) == []
 
 
@@ -31,7 +31,7 @@ def test_servers_on_this_machine_are_registered_at_other_ports(api: Api) -> None
 
 
 @pytest.mark.parametrize("settings", [{"HOST": "0.0.0.0", "REQUIRE_KEYS": "true"}])
-def test_an_api_that_listens_everywhere_knows_each_address_of_its_machine(
+def test_an_api_that_listens_on_all_addresses_refuses_endpoints_at_each_of_them(
     api: Api, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.api.catalog_changes.is_local_address", lambda address: str(address) == "10.1.2.3")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong leaves as a problem; health and figures never fail with what they report."""
+"""Every error is answered as a problem; health and metrics do not fail with the parts that they report on."""
 
 import re
 import socket
@@ -33,13 +33,13 @@ def test_an_unknown_address_is_a_problem(api: Api) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "delete", "patch", "get"])
-def test_a_wrong_method_says_which_are_right(api: Api, method: str) -> None:
+def test_a_wrong_method_is_answered_with_the_allowed_methods(api: Api, method: str) -> None:
     answer = getattr(api.client, method)("/queue/submit")
     assert (answer.status_code, answer.json["code"]) == (405, "method_not_allowed")
     assert "POST" in answer.headers["Allow"]
 
 
-def test_a_fault_of_ours_shows_nothing_of_itself(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_shows_no_details_of_the_exception(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the password is hunter2")
 
@@ -135,7 +135,7 @@ def _figures(api: Api) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_the_figures_are_those_of_the_record_and_the_room(api: Api) -> None:
+def test_the_metrics_agree_with_the_database_and_the_queue(api: Api) -> None:
     api.register(slots=1)
     api.model("flux")
     api.started()
@@ -216,7 +216,7 @@ def _asked(api: Api) -> Iterator[tuple[str, str]]:
             )
 
 
-def test_a_nul_in_a_name_is_refused_before_the_record_is_asked(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nul_in_a_name_is_refused_before_the_database_is_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Database, "read", _asked_in_vain)
     for method, path in _asked(api):
         client = visitor(api).client if path.startswith("/page") else api.client
@@ -226,7 +226,7 @@ def test_a_nul_in_a_name_is_refused_before_the_record_is_asked(api: Api, monkeyp
 
 
 @pytest.mark.parametrize("path", ["/webhooks", "/admin/audit", "/queue/jobs", "/health/ready", "/page/audit"])
-def test_a_nul_in_a_query_is_refused_by_name_before_the_record_is_asked(
+def test_a_nul_in_a_query_is_refused_with_its_field_before_the_database_is_read(
     api: Api, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(Database, "read", _asked_in_vain)
@@ -251,7 +251,7 @@ def _asked_in_vain(*_: object) -> NoReturn:
 # -- readiness -----------------------------------------------------------------------------------------------------
 
 
-def test_however_many_ask_at_once_one_looks() -> None:
+def test_concurrent_readiness_requests_share_one_check() -> None:
     now, looked = [0.0], list[float]()
 
     def look() -> None:
@@ -306,7 +306,7 @@ def silent() -> Iterator[str]:
         ("database", "DATABASE_URL", "postgresql://slotkeeper@{}/slotkeeper", 503),
     ],
 )
-def test_readiness_answers_within_a_second_though_a_part_accepts_and_never_answers(
+def test_readiness_reports_a_silent_part_as_down_within_seconds(
     api: Api, silent: str, part: str, variable: str, url: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"SLOTKEEPER_{variable}", url.format(silent))

@@ -47,8 +47,8 @@ def test_busy_slots_and_the_jobs_before_it(timed_api: TimedApi) -> None:
     assert found["estimate_basis"] == {"jobs_before": 1, "mean_run_s": 60, "slots": 1}
 
 
-def test_a_job_behind_others_of_its_model_although_a_slot_is_free(timed_api: TimedApi) -> None:
-    """The others want the slot too; nothing has offered it yet."""
+def test_a_job_waits_behind_others_of_its_model_although_a_slot_is_free(timed_api: TimedApi) -> None:
+    """The other jobs need the slot too; it is not offered yet."""
     api = timed_api
     api.register(attributes={"gpu": "A100"})
     _stop(api, "servers/gpu1")
@@ -76,7 +76,7 @@ def test_a_job_that_was_offered_is_being_started(timed_api: TimedApi) -> None:
     assert "being started" in found["sentence"]
 
 
-def test_a_job_that_the_room_has_not_taken_in_yet(timed_api: TimedApi) -> None:
+def test_a_job_that_is_not_in_the_queue_yet_waits_for_the_next_sweep(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     job = a_queued_job(api.dispatcher.store)
@@ -98,7 +98,7 @@ def test_a_model_without_a_server(timed_api: TimedApi) -> None:
     assert "POST /admin/register" in found["sentence"]
 
 
-def test_constraints_that_nobody_meets(timed_api: TimedApi) -> None:
+def test_a_job_whose_constraints_no_server_meets_waits_and_names_them(timed_api: TimedApi) -> None:
     api = timed_api
     _measured(api)
     api.register(attributes={"gpu": "A100", "memory": 40})
@@ -118,7 +118,7 @@ def test_only_servers_that_meet_its_constraints_are_waited_for(timed_api: TimedA
     assert (_codes(found), found["servers"]) == (["slots_busy"], {"gpu1": "does not meet gpu=H100", "gpu2": "busy"})
 
 
-def test_a_paused_server_is_named_with_who_and_why(timed_api: TimedApi) -> None:
+def test_a_job_that_waits_for_a_paused_server_names_the_server_and_the_reason(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     _stop(api, "servers/gpu1")
@@ -172,7 +172,7 @@ def test_explain_lists_a_busy_server_and_a_server_in_cooldown(timed_api: TimedAp
 
 
 @pytest.mark.parametrize("state", ["paused", "frozen"])
-def test_a_stopped_tenant_by_whom_and_why(timed_api: TimedApi, state: str) -> None:
+def test_a_job_of_a_stopped_tenant_names_the_tenants_state_and_the_reason(timed_api: TimedApi, state: str) -> None:
     api = timed_api
     _measured(api)
     api.submitted()
@@ -208,7 +208,7 @@ def test_a_tenant_that_holds_all_slots_of_all_models_that_it_may(timed_api: Time
 
 
 @pytest.mark.parametrize("state", ["paused", "frozen"])
-def test_a_stopped_model_by_whom_and_why(timed_api: TimedApi, state: str) -> None:
+def test_a_job_of_a_stopped_model_names_the_models_state_and_the_reason(timed_api: TimedApi, state: str) -> None:
     api = timed_api
     api.model()
     job_id = api.submitted()
@@ -240,7 +240,7 @@ def test_an_open_breaker_of_a_model_and_until_when(timed_api: TimedApi) -> None:
 # -- not in line -----------------------------------------------------------------------------------------------------
 
 
-def test_a_retry_says_when_it_is_due(timed_api: TimedApi) -> None:
+def test_a_job_that_waits_for_a_retry_shows_the_error_and_the_time(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     api.model(retry_backoff=1000.0, retry_backoff_max=1000.0)
@@ -255,7 +255,7 @@ def test_a_retry_says_when_it_is_due(timed_api: TimedApi) -> None:
     assert found["sentence"].endswith("Z.") and " until 2027-01-15T08:1" in found["sentence"]
 
 
-def test_a_job_for_later_says_when(timed_api: TimedApi) -> None:
+def test_a_job_submitted_for_later_shows_its_time(timed_api: TimedApi) -> None:
     api = timed_api
     api.model()
     found = api.explain(api.submitted(not_before=3600))
@@ -263,7 +263,7 @@ def test_a_job_for_later_says_when(timed_api: TimedApi) -> None:
     assert found["sentence"] == "It waits: it was submitted for later until 2027-01-15T09:00:00Z."
 
 
-def test_a_running_job_says_where(timed_api: TimedApi) -> None:
+def test_a_running_job_shows_its_slot_and_a_requested_cancel(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     job_id = api.started().run.job.id
@@ -273,7 +273,7 @@ def test_a_running_job_says_where(timed_api: TimedApi) -> None:
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - {State.QUEUED, State.DELAYED, State.RUNNING}))
-def test_an_ended_job_says_how(timed_api: TimedApi, state: State) -> None:
+def test_an_ended_job_shows_its_outcome_and_its_error(timed_api: TimedApi, state: State) -> None:
     job = a_job_in(timed_api.dispatcher.store, state)
     found = timed_api.explain(job.id)
     assert (found["status"], found["waits_for"]) == (state, [])
@@ -285,7 +285,7 @@ def test_an_ended_job_says_how(timed_api: TimedApi, state: State) -> None:
     assert found["sentence"] == sentence
 
 
-def test_a_completed_job_without_a_result_says_where_the_result_was_looked_for(timed_api: TimedApi) -> None:
+def test_a_completed_job_without_a_result_says_that_the_described_place_was_empty(timed_api: TimedApi) -> None:
     store = timed_api.dispatcher.store
     run = a_running_job(store)
     store_end(store, run.job.id, run.attempt, Reason.FINISHED, T0, result="null")

@@ -52,7 +52,7 @@ def test_another_proxy_is_not(api: Api, settings: dict[str, str]) -> None:
 
 
 @KEYED
-def test_with_keys_a_proxy_may_stand_before_it(api: Api, settings: dict[str, str]) -> None:
+def test_with_keys_required_a_request_through_a_proxy_is_accepted(api: Api, settings: dict[str, str]) -> None:
     header = api.tenant("acme") | {"X-Forwarded-For": "203.0.113.7"}
     assert api.client.get("/queue/jobs", headers=header).status_code == 200
 
@@ -72,7 +72,7 @@ def test_without_keys_pages_are_shown_under_this_machines_names_only(api: Api, p
 
 
 @pytest.mark.parametrize("page", ["/docs/swagger", "/openapi.json", "/queue/jobs", "/nothing"])
-def test_no_other_page_shows_ours_inside_it(api: Api, page: str) -> None:
+def test_responses_forbid_framing_and_content_sniffing(api: Api, page: str) -> None:
     headers = api.client.get(page).headers
     assert headers["X-Frame-Options"] == "DENY"
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]

@@ -1,4 +1,4 @@
-"""Looking at jobs, waiting for them, canceling them."""
+"""Reading jobs, waiting for them, canceling them."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _get(api: Api, job_id: str, **query: Any) -> Any:
 
 
 @pytest.mark.parametrize("state", sorted(State))
-def test_a_job_can_be_looked_at_in_every_state(api: Api, state: State) -> None:
+def test_a_job_can_be_read_in_every_state(api: Api, state: State) -> None:
     api.model()
     job = a_job_in(api.dispatcher.store, state, callback_url="https://client.example/hook")
     shown = _get(api, job.id).json
@@ -66,13 +66,13 @@ def _dead(api: Api, why: Reason) -> Job:
     "why, code",
     [(Reason.RETRIES_EXHAUSTED, "max_retries_exceeded"), (Reason.CRASHES_EXHAUSTED, "max_crashes_exceeded")],
 )
-def test_a_dead_job_says_why_in_words_that_clients_know(api: Api, why: Reason, code: str) -> None:
+def test_a_dead_job_shows_its_reason_as_an_error_code_of_the_api(api: Api, why: Reason, code: str) -> None:
     shown = _get(api, _dead(api, why).id).json
     assert shown["status"] == "dead"
     assert shown["error"] == {"code": code, "message": "out of memory", "last_code": "server_error"}
 
 
-def test_the_last_error_of_a_job_that_goes_on_is_no_end(api: Api) -> None:
+def test_a_job_that_is_retried_shows_a_last_error_and_no_error(api: Api) -> None:
     api.register()
     task = api.started()
     error = JobError("server_error", "out of memory")
@@ -89,7 +89,7 @@ def test_an_unknown_job_is_not_found(api: Api, job_id: str, what: str) -> None:
     assert (answer.status_code, answer.json["code"]) == (404, "job_not_found")
 
 
-def test_without_redis_a_job_can_be_looked_at_all_the_same(mortal_api: Api) -> None:
+def test_a_job_can_be_read_without_redis(mortal_api: Api) -> None:
     mortal_api.model()
     job_id = mortal_api.submitted()
     mortal_api.valkey.kill()

@@ -73,12 +73,14 @@ def stored(api: Api) -> Api:
 
 
 @pytest.mark.parametrize("task", ["check_servers", "sync_locks", "check_invariants"])
-def test_maintenance_of_all_others_goes_on(stored: Api, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+def test_a_misconfigured_model_does_not_stop_the_maintenance_of_other_models(
+    stored: Api, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
     monkeypatch.setattr(maintenance, "_RECHECK_DELAY_S", 0)
     with capture_logs() as lines:
         getattr(maintenance, task)()
         reports = health_checks.read_reports(stored.dispatcher.catalog.get().servers.values())
-    assert not reports["gpu1"].up, "nobody answers there, and that was found out"
+    assert not reports["gpu1"].up, "no server answers there, and the check ran"
     assert "gpu0" in {line.get("server") for line in lines}
 
 
@@ -87,7 +89,7 @@ def _offer(active: ActiveRun) -> Offer:
     return Offer(lease.fleet, lease.job_id, lease.name, lease.slot, lease.server, run.job.model, 0)
 
 
-def test_its_job_costs_a_retry_and_says_why(stored: Api) -> None:
+def test_a_job_of_a_misconfigured_model_ends_in_a_retry_that_names_the_field(stored: Api) -> None:
     task = stored.started(model="broken")
     worker = Worker(stored.dispatcher, workers(), progress_scripts(), max_runs=1)
     worker.heartbeat.end()

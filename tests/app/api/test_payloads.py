@@ -1,4 +1,4 @@
-"""The payload of a job: whole for its tenant, redacted and noted for those who operate."""
+"""The payload of a job: complete for its tenant, redacted and audited for operators."""
 
 import pytest
 
@@ -20,12 +20,12 @@ def _noted(api: Api, headers: dict[str, str]) -> list[tuple[str, str]]:
 
 
 @KEYED
-def test_a_tenant_reads_its_payload_and_who_operates_reads_it_redacted_which_is_noted(api: Api) -> None:
+def test_a_tenant_reads_its_payload_and_an_operator_reads_it_redacted_and_audited(api: Api) -> None:
     root, acme = api.with_key("root", Scope.OPERATE), api.with_key("acme")
     _configure(api, root, redact=["/user/email", "/user/ids/1", "/not/there", "/prompt/x"])
     job_id = api.submitted(acme, payload=PAYLOAD)
     path = f"/queue/jobs/{job_id}"
-    assert api.client.get(path, headers=acme).json["payload"] is None, "nobody asked for it"
+    assert api.client.get(path, headers=acme).json["payload"] is None, "the payload is shown on request only"
     assert api.client.get(f"{path}?include=payload", headers=acme).json["payload"] == PAYLOAD
     assert _noted(api, root) == []
     shown = {"prompt": "a cat", "user": {"email": "(redacted)", "ids": ["1", "(redacted)"]}}
@@ -36,7 +36,7 @@ def test_a_tenant_reads_its_payload_and_who_operates_reads_it_redacted_which_is_
 
 
 @KEYED
-def test_without_its_model_nobody_knows_what_to_redact(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_payload_is_redacted_if_its_model_is_missing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     root, acme = api.with_key("root", Scope.OPERATE), api.with_key("acme")
     _configure(api, root, redact=[])
     path = f"/queue/jobs/{api.submitted(acme, payload=PAYLOAD)}?include=payload"

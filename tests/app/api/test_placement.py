@@ -220,7 +220,9 @@ def test_the_parts_of_a_servers_score_can_be_read(timed_api: TimedApi) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"BREAKER_FAILURES": "2", "BREAKER_OPEN_MS": "5000"}])
-def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedApi, settings: dict[str, str]) -> None:
+def test_an_open_breaker_and_a_cooldown_are_shown_with_their_end_times(
+    timed_api: TimedApi, settings: dict[str, str]
+) -> None:
     api = timed_api
     api.register()
     for _ in range(2):
@@ -232,7 +234,7 @@ def test_an_open_breaker_and_a_rest_are_shown_with_their_ends(timed_api: TimedAp
     assert (status["cooling"], status["cooldown_until"]) == (1, "2027-01-15T08:00:03.000Z")
 
 
-def test_without_redis_how_servers_stand_is_not_known(mortal_api: Api) -> None:
+def test_the_status_of_a_server_is_null_without_redis(mortal_api: Api) -> None:
     mortal_api.register()
     mortal_api.valkey.kill()
     assert _server(mortal_api)["status"] is None

@@ -84,7 +84,7 @@ def test_unknown_while_redis_is_away(mortal_api: Api) -> None:
     assert (receipt["status"], receipt["next_step"], receipt["estimated_start_s"]) == ("queued", "unknown", None)
 
 
-def test_full_says_to_come_back_when_so_many_have_drained(timed_api: TimedApi) -> None:
+def test_a_full_queue_computes_retry_after_from_its_drain_rate(timed_api: TimedApi) -> None:
     api = timed_api
     _measured(api, slots=2, capacity=2)
     accepted = [api.submit().status_code for _ in range(4)]
@@ -97,7 +97,7 @@ def test_full_says_to_come_back_when_so_many_have_drained(timed_api: TimedApi) -
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
-def test_under_fair_each_tenant_fills_its_own_queue(timed_api: TimedApi, settings: dict[str, str]) -> None:
+def test_under_fair_the_capacity_applies_to_each_tenant(timed_api: TimedApi, settings: dict[str, str]) -> None:
     api = timed_api
     boss, acme, zeta = api.tenant("boss", admin=True), api.tenant("acme"), api.tenant("zeta")
     api.client.put("/admin/model-configs/zimg", json={"policy": "fair", "capacity": 1}, headers=boss)

@@ -83,7 +83,7 @@ def test_without_a_payload_no_job_is_run(api: Api, cog: Scripted) -> None:
     assert {seen.method for seen in cog.seen} == {"GET"}
 
 
-def test_nobody_there_is_an_answer(api: Api) -> None:
+def test_a_probe_of_an_unreachable_url_reports_reachable_false(api: Api) -> None:
     found = api.client.post("/admin/servers/probe", json={"url": refused_url(), "preset": "cog"}).json
     assert (found["reachable"], found["endpoint"], found["candidates"]) == (False, None, [])
 
@@ -115,7 +115,7 @@ def test_a_server_that_nothing_keeps_from_jobs_waits_for_them(api: Api) -> None:
     assert reasons(api) == ["nothing_waits"]
 
 
-def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> None:
+def test_the_check_reports_a_server_whose_runs_failed_as_misconfigured(api: Api) -> None:
     api.register()
     task = api.started()
     outcome = Outcome(OutcomeKind.RETRY, code="misconfigured", message="the server answered 404: no such route")
@@ -126,7 +126,7 @@ def test_a_server_whose_runs_find_nothing_at_its_address_says_so(api: Api) -> No
     assert "attempt 1 failed (misconfigured: the server answered 404: no such route); before the next" in explained
 
 
-def test_a_server_that_is_paused_says_by_whom_and_why(api: Api) -> None:
+def test_the_check_reports_a_paused_server_with_the_reason(api: Api) -> None:
     api.register()
     api.client.patch("/admin/servers/gpu1", json={"state": "draining", "reason": "new driver"})
     found = api.client.get("/admin/servers/gpu1/check").json
@@ -140,7 +140,7 @@ def test_a_paused_model_keeps_its_server_from_jobs(api: Api) -> None:
     assert "model_paused" in reasons(api)
 
 
-def test_a_server_that_nobody_can_reach_says_so(api: Api) -> None:
+def test_the_check_reports_an_unreachable_server_as_down(api: Api) -> None:
     api.register(endpoint=refused_url() + "/generate")
     found = api.client.get("/admin/servers/gpu1/check").json
     assert found["reasons"][0]["code"] == "health_down"
@@ -150,7 +150,7 @@ def test_a_server_that_nobody_can_reach_says_so(api: Api) -> None:
 BROKEN = {"status": "SETUP_FAILED", "setup": {"logs": "FileNotFoundError: weights/model.safetensors"}}
 
 
-def test_a_server_that_says_what_is_wrong_is_quoted(api: Api) -> None:
+def test_the_check_quotes_the_error_of_a_broken_server(api: Api) -> None:
     api.model(preset="cog")
     with Scripted(lambda _: answer(BROKEN)) as server:
         api.register(endpoint=server.url)
@@ -203,7 +203,7 @@ def test_no_worker_alive_is_a_reason(api: Api) -> None:
     assert "no_worker" in reasons(api)
 
 
-def test_a_breaker_says_until_when(timed_api: TimedApi) -> None:
+def test_the_check_reports_the_end_of_a_cooldown(timed_api: TimedApi) -> None:
     timed_api.register()
     cool_down(timed_api.dispatcher, "zimg", "gpu1")
     found = timed_api.client.get("/admin/servers/gpu1/check").json

@@ -47,7 +47,7 @@ def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: ActiveRun) ->
     assert api.notifications.offers[-1].job_id == waiting
 
 
-def test_the_token_may_come_in_its_own_header(api: Api, task: ActiveRun) -> None:
+def test_the_token_is_accepted_in_its_own_header(api: Api, task: ActiveRun) -> None:
     header = {"X-Callback-Token": _token(task)}
     answer = api.client.post(f"/tasks/callback/{task.run.job.id}", json=DONE, headers=header)
     assert answer.json["status"] == "completed"
@@ -130,7 +130,7 @@ def test_a_result_that_is_too_deep_ends_the_job(api: Api, task: ActiveRun, level
 
 
 @pytest.mark.parametrize(("mode", "state", "slots_held"), [("async", State.RUNNING, 0), ("callback", State.DELAYED, 1)])
-def test_json_with_a_fault_is_refused_and_ends_a_run_that_nobody_polls(
+def test_an_invalid_push_is_refused_and_ends_a_run_that_is_not_polled(
     api: Api, mode: str, state: State, slots_held: int
 ) -> None:
     api.model(description={"mode": mode})
@@ -180,7 +180,7 @@ def test_for_a_made_up_token_no_events_are_read(api: Api, task: ActiveRun, monke
     assert _push(api, again.job.id, "0" * 64).status_code == 403
 
 
-def test_a_made_up_token_is_compared_once_however_often_the_job_was_started(
+def test_an_invalid_token_is_compared_once_regardless_of_the_number_of_attempts(
     api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
@@ -216,9 +216,7 @@ def _taken_up(api: Api, task: ActiveRun, why: Reason, server: str = "gpu1") -> R
     return again
 
 
-def test_a_run_that_another_worker_goes_on_with_ends_under_the_token_that_its_server_has(
-    api: Api, task: ActiveRun
-) -> None:
+def test_a_resumed_run_accepts_the_token_that_its_server_received(api: Api, task: ActiveRun) -> None:
     old = _token(task)
     again = _taken_up(api, task, Reason.LEASE_EXPIRED)
     assert (again.attempt, again.remote_id) == (2, "r-1")
@@ -240,9 +238,7 @@ def test_a_run_that_was_resumed_twice_ends_under_its_first_token(api: Api, task:
     ("why", "server", "sent"),
     [(Reason.SERVER_LOST, "gpu1", False), (Reason.LEASE_EXPIRED, "gpu2", False), (Reason.SERVER_LOST, "gpu1", True)],
 )
-def test_a_run_that_was_begun_anew_ends_under_its_own_token_alone(
-    api: Api, task: ActiveRun, why: Reason, server: str, sent: bool
-) -> None:
+def test_a_new_run_accepts_only_its_own_token(api: Api, task: ActiveRun, why: Reason, server: str, sent: bool) -> None:
     old, job_id = _token(task), task.run.job.id
     again = _taken_up(api, task, why, server)
     if sent:
@@ -322,7 +318,7 @@ def test_a_whole_number_of_up_to_4300_digits_is_in_the_result_as_it_came(
     assert f'"result":{result}' in api.client.get(f"/queue/jobs/{job_id}").text
 
 
-def test_a_push_that_names_another_job_of_ours_ends_nothing(api: Api, task: ActiveRun) -> None:
+def test_a_push_that_names_another_job_is_ignored(api: Api, task: ActiveRun) -> None:
     other = api.submitted()
     answer = _push(api, task.run.job.id, _token(task), {"job_id": other} | DONE)
     assert (answer.status_code, answer.json["status"]) == (202, "ignored")

@@ -1,10 +1,10 @@
-"""Removing models and servers, by the API."""
+"""Removing models and servers over the REST API."""
 
 from routing.maintenance import decommission
 from tests.support.api import Api
 
 
-def test_a_model_with_jobs_is_refused_with_what_is_in_the_way(api: Api) -> None:
+def test_the_removal_of_a_model_with_jobs_is_refused_with_their_number(api: Api) -> None:
     api.register()
     api.submitted()
     answer = api.client.delete("/admin/models/zimg")

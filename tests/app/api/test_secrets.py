@@ -39,7 +39,7 @@ def _opened(model: str = "zimg", name: str = "KEY") -> str | None:
     return server_adapters.secret_for(model, name)
 
 
-def test_who_sets_a_secret_and_who_lists_them_is_not_shown_its_value(api):
+def test_the_value_of_a_secret_is_never_returned(api):
     created, changed, listed = _set(api), _set(api), api.client.get("/admin/secrets")
     assert (created.status_code, changed.status_code) == (201, 200)
     for shown in (created.json, *listed.json["secrets"]):
@@ -48,7 +48,7 @@ def test_who_sets_a_secret_and_who_lists_them_is_not_shown_its_value(api):
     assert listed.headers["Cache-Control"] == "no-store"
 
 
-def test_the_record_holds_no_secret_in_the_open(api):
+def test_the_database_holds_secrets_only_encrypted(api):
     _set(api)
     with database().read() as connection:
         (row,) = connection.execute(select(table)).all()
@@ -111,7 +111,7 @@ def test_only_the_models_that_a_secret_is_for_may_name_it(api):
     assert _configure(api, "flux").status_code == 200 and _opened("flux") == VALUE
 
 
-def test_a_secret_is_sealed_anew_when_the_installations_secret_has_changed(api, monkeypatch):
+def test_a_secret_is_encrypted_again_after_a_change_of_the_installations_secret(api, monkeypatch):
     now, before = b"n" * 32, b"b" * 32
 
     @contextmanager

@@ -81,7 +81,7 @@ def test_to_resume_a_server_closes_its_breaker(timed_api: TimedApi, settings: di
 
 
 @pytest.mark.parametrize("settings", _SOON)
-def test_a_reset_closes_a_servers_breaker_and_forgets_its_failures(
+def test_a_reset_closes_a_servers_breaker_and_clears_its_failures(
     timed_api: TimedApi, settings: dict[str, str]
 ) -> None:
     api, job_id = timed_api, _broken(timed_api)

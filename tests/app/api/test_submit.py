@@ -21,7 +21,7 @@ CHUNKED: dict[str, Any] = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chun
 # -- accepted --------------------------------------------------------------------------------------------------
 
 
-def test_a_submitted_job_is_in_the_record_when_it_is_answered(api: Api) -> None:
+def test_a_submitted_job_is_in_the_database_before_the_response(api: Api) -> None:
     api.model()
     answer = api.submit(priority=2, ttl=60, callback_url="https://client.example/hook")
     job = api.job(answer.json["job_id"])
@@ -57,7 +57,7 @@ def test_a_submit_sends_one_command_to_redis_and_returns_the_jobs_position(
     assert asked == ["enqueue"] * 3
 
 
-def test_the_place_of_a_job_that_was_submitted_before_is_looked_up(api: Api) -> None:
+def test_a_deduplicated_submit_returns_the_current_position_of_the_job(api: Api) -> None:
     api.model()
     key = {"Idempotency-Key": "k"}
     assert [api.submit(key).json["position"], api.submit().json["position"]] == [1, 2]
@@ -107,7 +107,7 @@ def test_not_before_is_a_moment_or_seconds_from_now(api: Api) -> None:
     assert by_seconds.due_ms == by_seconds.created_ms + 3_600_500
 
 
-def test_numbers_come_through_as_they_were_sent(api: Api) -> None:
+def test_a_payload_is_stored_with_its_exact_numbers_and_texts(api: Api) -> None:
     api.model()
     sent = {"big": 2**63 - 1, "small": -(2**63), "third": 0.1, "text": "ü\u2028🐈", "deep": [[[{}]]]}
     assert orjson.loads(api.job(api.submitted(payload=sent)).payload or "") == sent
@@ -144,7 +144,7 @@ def test_the_same_key_of_another_tenant_is_another_job(api: Api, settings: dict[
 # -- parts that are away ---------------------------------------------------------------------------------------
 
 
-def test_without_redis_a_job_is_accepted_and_comes_into_line_later(mortal_api: Api) -> None:
+def test_without_redis_a_job_is_accepted_and_is_enqueued_later(mortal_api: Api) -> None:
     api = mortal_api
     api.model()
     api.valkey.kill()
@@ -168,7 +168,7 @@ def test_a_submit_gets_503_with_retry_after_while_the_database_is_down(api: Api)
     assert api.stored() == before
 
 
-def test_a_full_queue_says_when_to_come_back(api: Api) -> None:
+def test_a_submit_to_a_full_queue_is_refused_with_retry_after(api: Api) -> None:
     api.model(max_waiting=1)
     api.submitted()
     answer = api.submit()
@@ -397,8 +397,8 @@ def test_a_body_that_broke_off_is_refused_whole(api: Api, path: str, kind: str, 
     assert api.stored() == NOTHING
 
 
-def test_lines_of_which_nobody_knows_the_end_are_refused(api: Api) -> None:
-    """A batch that breaks off between two lines looks like a shorter one."""
+def test_lines_without_a_known_end_of_the_body_are_refused(api: Api) -> None:
+    """A body that breaks off between two lines looks like a shorter batch."""
     api.model()
     for seen, status in (({}, 411), ({BODY_COMPLETE: True}, 202)):
         answer = api.client.post(
@@ -451,7 +451,7 @@ def test_a_batch_is_accepted_in_its_order(api: Api) -> None:
     assert [job.id for job in api.dispatcher.store.list_queued(["zimg"])] == ids
 
 
-def test_a_batch_may_come_as_lines(api: Api) -> None:
+def test_a_batch_may_be_sent_as_lines(api: Api) -> None:
     api.model()
     lines = b"\n".join([_raw(), b"", _raw(priority=1), b""])
     answer = api.client.post("/queue/submit-batch", data=lines, content_type="application/x-ndjson; charset=utf-8")
@@ -527,12 +527,14 @@ def test_a_batch_sent_again_under_its_key_is_the_same_jobs(api: Api) -> None:
 
 
 @pytest.mark.parametrize("key, status", [("", 422), ("k" * 252, 422), ("k" * 251, 202)])
-def test_a_batchs_key_leaves_room_for_the_index_of_each_job(api: Api, key: str, status: int) -> None:
+def test_a_batchs_idempotency_key_must_be_short_enough_for_the_index_of_each_job(
+    api: Api, key: str, status: int
+) -> None:
     api.model()
     assert _batch(api, _JOB, headers={"Idempotency-Key": key}).status_code == status
 
 
-def test_jobs_of_a_batch_may_have_keys_of_their_own(api: Api) -> None:
+def test_jobs_of_a_batch_may_have_their_own_idempotency_keys(api: Api) -> None:
     api.model()
     answer = _batch(api, _JOB | {"idempotency_key": "k"}, _JOB | {"idempotency_key": "k"})
     assert [job["deduplicated"] for job in answer.json["jobs"]] == [False, True]

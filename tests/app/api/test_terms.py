@@ -1,4 +1,4 @@
-"""A job's own retry policy and the expected size of its result, over REST and by Celery."""
+"""A job's own retry policy and the expected size of its result, over REST and Celery."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_terms_that_are_none_are_refused(api: Api, fields: dict[str, object], fi
     assert (answer.status_code, answer.json["field"]) == (422, field)
 
 
-def test_celery_refuses_to_cancel_for_a_client_that_nobody_sees(api: Api) -> None:
+def test_celery_refuses_the_option_cancel_when_gone(api: Api) -> None:
     for arguments, given in ({}, {"cancel_when_gone": 9}), ({"cancel_when_gone": 9}, {}):
         with pytest.raises(InvalidJob, match="cancel_when_gone"):
             options.read_submission("j1", ("zimg",), arguments, given, LOCAL_IDENTITY)

@@ -61,7 +61,7 @@ def test_infer_refuses_nothing_for_a_traceparent_that_is_none(api: Api, given: s
     assert _kept(api, receipt.accepted.id) is None
 
 
-def test_what_a_caller_names_comes_before_its_headers_and_these_before_its_environment(
+def test_an_explicit_trace_overrides_the_headers_and_the_headers_override_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", "of the environment")

@@ -1,4 +1,4 @@
-"""With which secret webhooks are signed: shown and rotated by an administrator, compared between processes."""
+"""The secret that signs webhooks: administrators show and rotate it, and processes compare it."""
 
 import base64
 from datetime import UTC, datetime
@@ -87,7 +87,7 @@ def test_a_rotation_concerns_one_tenant(api: Api) -> None:
 
 
 @KEYED
-def test_only_who_may_manage_sees_or_rotates_a_secret(api: Api) -> None:
+def test_only_a_key_with_the_manage_scope_reads_or_rotates_a_webhook_secret(api: Api) -> None:
     plain, admin = api.with_key("acme", Scope.READ, Scope.SUBMIT), api.tenant("root", admin=True)
     assert [ask(api, "acme", headers=plain).status_code for ask in (_secret, _rotate)] == [403, 403]
     assert [ask(api, "acme").status_code for ask in (_secret, _rotate)] == [401, 401]
@@ -120,7 +120,7 @@ def _begin(monkeypatch: pytest.MonkeyPatch, secret: str, former: str = "") -> tu
     return shared, [line for line in lines if line["log_level"] == "error"]
 
 
-def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_another_secret_logs_that_at_its_start(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = base64.b64encode(bytes(range(32))).decode()
     api.valkey.flush()
     assert _begin(monkeypatch, mine) == (True, [])
@@ -128,7 +128,7 @@ def test_a_process_with_another_secret_says_so_at_its_start(api: Api, monkeypatc
     shared, (line,) = _begin(monkeypatch, OTHER)
     assert not shared and "SLOTKEEPER_SECRET" in line["advice"]
     assert OTHER not in str(line) and mine not in str(line)
-    assert _begin(monkeypatch, mine) == (True, []), "it is not believed for that"
+    assert _begin(monkeypatch, mine) == (True, []), "the other process does not replace the shared secret"
 
 
 def test_a_new_secret_that_names_the_former_one_replaces_the_former(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

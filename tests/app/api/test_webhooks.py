@@ -122,7 +122,7 @@ def test_a_webhook_without_events_gets_the_ends_of_jobs(api: Api) -> None:
     assert add(api)["events"] == ["job.canceled", "job.completed", "job.dlq", "job.expired", "job.failed"]
 
 
-def test_the_record_holds_no_signing_secret_in_the_open(api: Api) -> None:
+def test_the_database_holds_signing_secrets_only_encrypted(api: Api) -> None:
     secret = add(api)["secret"]
     with api.database.read() as connection:
         row = connection.execute(select(table)).one()
@@ -131,7 +131,7 @@ def test_the_record_holds_no_signing_secret_in_the_open(api: Api) -> None:
     assert vault.unseal("another", row.sealed) is None, "a row cannot be put in another's place"
 
 
-def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed_anew(
+def test_a_former_installation_secret_decrypts_signing_secrets_for_reencryption(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added = add(api)
@@ -151,7 +151,7 @@ def test_a_former_installations_secret_opens_signing_secrets_and_they_are_sealed
 
 
 @KEYED
-def test_a_tenant_sees_and_touches_its_own_and_an_administrator_all(api: Api) -> None:
+def test_a_tenant_accesses_only_its_own_webhooks_and_an_administrator_all(api: Api) -> None:
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     webhook = add(api, acme)["webhook"]
     acts: list[tuple[str, str, Any]] = [
@@ -229,13 +229,13 @@ def test_a_change_changes_what_it_names(api: Api) -> None:
         ({"since": "2026-01-01T00:00:00"}, "since"),
     ],
 )
-def test_a_replay_says_what_it_wants(api: Api, body: Any, named: str) -> None:
+def test_an_invalid_replay_is_refused_and_names_the_field(api: Api, body: Any, named: str) -> None:
     answer = do(api, add(api)["webhook"], "replay", body)
     assert (answer.status_code, answer.json["field"]) == (422, named)
 
 
 @pytest.mark.parametrize("cursor", ["x", "t0", "t1' OR 1=1", "we_1.1"])
-def test_a_cursor_that_is_none_of_ours_is_refused(api: Api, cursor: str) -> None:
+def test_an_invalid_cursor_is_refused(api: Api, cursor: str) -> None:
     webhook = add(api)["webhook"]
     query = {"cursor": cursor}
     assert api.client.get(f"/webhooks/{webhook}/deliveries", query_string=query).status_code == 422
@@ -329,7 +329,9 @@ def test_a_template_gives_the_body_its_form(api, receiver, sending, settings) ->
 
 
 @ALLOWED
-def test_a_test_is_sent_at_once_and_what_came_of_it_stands_in_the_log(api, receiver, sending, settings) -> None:
+def test_a_test_message_is_sent_at_once_and_its_outcome_is_in_the_delivery_log(
+    api, receiver, sending, settings
+) -> None:
     added = add(api, url=receiver.url)
     receiver.status, receiver.answer = 503, "x" * 10_000
     message = do(api, added["webhook"], "test").json["message"]
@@ -412,8 +414,8 @@ def test_what_answers_inside_is_quoted_to_administrators_alone(api, receiver, se
     assert seen == [None, "the keys of the kingdom"]
 
 
-def test_a_webhook_that_came_to_lead_inside_is_not_followed_there(api, receiver, sending) -> None:
-    """The operator has closed a network since, or its name has another address."""
+def test_a_webhook_whose_url_became_private_is_not_requested(api, receiver, sending) -> None:
+    """The operator has since forbidden a network, or the name resolves to another address."""
     webhook = add(api)["webhook"]
     with api.database.engine.begin() as connection:
         connection.execute(update(table).values(url=receiver.url))
@@ -497,9 +499,7 @@ def _callbacks(api: Api, query: str = "", **more: Any) -> list[str]:
 
 
 @KEYED
-def test_callbacks_that_were_given_up_are_shown_and_sent_again_to_their_own_tenant(
-    api: Api, settings: dict[str, str]
-) -> None:
+def test_a_tenant_lists_and_replays_only_its_own_given_up_callbacks(api: Api, settings: dict[str, str]) -> None:
     own, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     given_up, foreign = _given_up(api, "acme"), _given_up(api, "other")
     (shown,) = api.client.get("/webhooks/callbacks/given-up?tenant=other", headers=own).json["callbacks"]
@@ -520,7 +520,7 @@ def test_callbacks_that_were_given_up_are_shown_and_sent_again_to_their_own_tena
 
     assert replay(own, message=foreign).status_code == 404
     assert replay(own, message=given_up).json == {"message": given_up, "since": None, "sent": 1}
-    assert replay(own, given_up=True, tenant="other").json["sent"] == 0, "of others for administrators"
+    assert replay(own, given_up=True, tenant="other").json["sent"] == 0, "only an administrator may name another tenant"
     assert replay(root, given_up=True, tenant="acme").json["sent"] == 0
     assert replay(root, since="2026-01-01T00:00:00Z").json["sent"] == 1
     assert _callbacks(api, headers=root) == []
@@ -528,7 +528,7 @@ def test_callbacks_that_were_given_up_are_shown_and_sent_again_to_their_own_tena
 
 
 @KEYED
-def test_the_tries_of_a_callback_are_shown_to_its_own_tenant(api: Api) -> None:
+def test_the_deliveries_of_a_callback_are_shown_only_to_its_tenant(api: Api) -> None:
     own, other = api.tenant("acme"), api.tenant("other")
     job = parse_message_id(_given_up(api, "acme"))[0]
     path = f"/webhooks/callbacks/deliveries?job_id={job}"

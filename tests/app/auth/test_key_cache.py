@@ -1,4 +1,4 @@
-"""The keys in memory: as new as the database's, and still there while it is away."""
+"""The cached keys: as recent as the database's, and available while the database is down."""
 
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ def test_a_new_key_opens_at_once(cache: KeyCache, keys: FakeKeys) -> None:
     assert cache.find("sk_beta") is not None
 
 
-def test_an_expired_key_opens_nothing_though_nobody_has_changed_it(
+def test_a_cached_key_is_refused_after_its_expiry(
     cache: KeyCache, keys: FakeKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys.expires_ms["acme"] = 1_000

@@ -1,4 +1,4 @@
-"""The command line against an API that answers in all sorts of ways."""
+"""The command line against an API with many kinds of responses."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def problem(status: int, title: str, detail: str, **more: object) -> Response:
     return Response(json.dumps(body), status, content_type=PROBLEM)
 
 
-def test_a_server_that_does_not_run_is_one_line_that_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_api_is_reported_in_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTKEEPER_PORT", str(port := free_port()))
     done = run("jobs")
     assert done.exit_code == 3
@@ -74,7 +74,7 @@ def test_the_key_is_shown_to_the_api(api: HTTPServer, monkeypatch: pytest.Monkey
     assert run("dlq", "list").output == "There are no such jobs.\n"
 
 
-def test_a_job_that_is_waited_for_says_its_id_first_and_each_change(api: HTTPServer) -> None:
+def test_a_waiting_submit_prints_the_job_id_and_each_change_of_state(api: HTTPServer) -> None:
     error = {"code": "server_error", "message": "out of memory"}
     stands: list[dict[str, Any]] = [
         {"status": "queued", "position": 3},
@@ -110,7 +110,9 @@ def test_a_payload_that_is_no_json_is_wrong_usage(payload: str) -> None:
     assert "PAYLOAD" in done.stderr
 
 
-def test_busy_is_waited_out_as_long_as_the_api_says(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_waits_for_retry_after_before_it_repeats_a_request(
+    api: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr("slotkeeper.client.time.sleep", slept.append)
     answers = iter([Response("{}", 503, {"Retry-After": "3"}), Response("{}", 429), Response('{"ok": 1}')])
@@ -174,7 +176,9 @@ def test_options_that_do_not_go_together_are_wrong_usage() -> None:
     assert run("tenants", "add", "me", "--burst", "3").exit_code == 2
 
 
-def test_tenants_of_a_record_that_is_not_there_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_on_a_missing_database_says_which_command_creates_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from tasks.services import database
 
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
@@ -257,7 +261,7 @@ def test_the_end_of_a_job_is_not_known_where_the_api_stays_away(monkeypatch: pyt
         client.wait_for_job("j", patience_s=0.0)
 
 
-def test_a_job_that_has_failed_is_another_exit_status_than_one_of_which_nothing_is_known(
+def test_a_failed_job_and_an_unknown_outcome_have_different_exit_statuses(
     api: HTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = {"job_id": "j", "status": "failed", "attempts": 1, "error": {"code": "bad", "message": "no"}}

@@ -1,4 +1,4 @@
-"""The doctor looks at every part at once, waits for none too long, and says what to do."""
+"""The doctor checks all parts concurrently, limits the time of each check, and names remedies."""
 
 import base64
 import json
@@ -232,7 +232,7 @@ def test_doctor_reports_a_secret_that_differs_from_that_of_other_processes(api: 
     assert [finding.level for finding in _findings_of("secret")] == ["fail"]
 
 
-def test_a_living_process_with_another_secret_is_named(api: Api) -> None:
+def test_the_doctor_names_a_running_process_with_another_secret(api: Api) -> None:
     services.processes().report("worker@b/1", {"role": "worker", "host": "b", "secret": "another"})
     (found,) = _findings_of("secret")
     assert found.level == "fail" and "worker@b/1" in found.message
@@ -325,7 +325,7 @@ def test_a_server_that_answers_is_well(api: Api) -> None:
     assert (found.level, found.message) == ("ok", "Answering: 1, with 2 slots.")
 
 
-def test_a_server_that_nobody_answers_for_is_named_with_its_address(api: Api) -> None:
+def test_the_doctor_names_an_unreachable_server_and_its_address(api: Api) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}/generate"
     api.register(endpoint=endpoint)
     (found,) = _findings_of("servers")

@@ -50,7 +50,7 @@ def _arguments(command: click.Command) -> list[str]:
 
 
 @pytest.mark.parametrize(("words", "command"), [pytest.param(*row, id=" ".join(row[0])) for row in _commands(main)])
-def test_every_command_that_gets_no_answer_ends_with_3_and_says_so(
+def test_every_command_exits_with_3_if_the_api_does_not_respond(
     words: tuple[str, ...], command: click.Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOTKEEPER_URL", refused_url())

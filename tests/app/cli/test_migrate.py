@@ -1,4 +1,4 @@
-"""`slotkeeper migrate --to` goes back only when nothing runs, and says what is lost before it asks."""
+"""`slotkeeper migrate --to` downgrades only if no process runs, and names the data to be lost before it asks."""
 
 import pwd
 
@@ -32,10 +32,10 @@ def a_process_runs(api: Api) -> None:
     services.processes().report("w1", {"role": "worker", "host": "here"})
 
 
-def test_going_back_says_what_it_drops_and_asks(api: Api) -> None:
+def test_a_downgrade_names_the_dropped_data_and_asks_for_confirmation(api: Api) -> None:
     asked = _migrate("--to", "0001", answer="n\n")
     assert asked.exit_code == 1 and f"does not have {_LOST}: this drops them" in asked.output
-    assert _migrate("--to", "0001").exit_code == 1, "nobody has answered"
+    assert _migrate("--to", "0001").exit_code == 1, "the question was not answered"
     assert _has_labels(api)
     assert _migrate("--to", "0001", answer="y\n").exit_code == 0
     assert not _has_labels(api)
@@ -65,7 +65,7 @@ def test_a_user_without_a_name_may_migrate(api: Api, monkeypatch: pytest.MonkeyP
     assert _migrate().exit_code == 0
 
 
-def test_without_redis_it_says_that_it_does_not_know_what_runs(mortal_api: Api) -> None:
+def test_without_redis_a_downgrade_warns_that_the_running_processes_are_unknown(mortal_api: Api) -> None:
     mortal_api.valkey.kill()
     clear_wiring()
     asked = _migrate("--to", "0001", answer="n\n")

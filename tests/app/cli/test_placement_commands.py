@@ -1,4 +1,4 @@
-"""Commands that say whose turn it is and where: constraints, attributes, pausing, explaining."""
+"""Commands about the order and the placement of jobs: constraints, attributes, pausing, explaining."""
 
 import json
 from typing import Any
@@ -283,7 +283,7 @@ def test_tenants_are_listed_with_how_they_stand(sqlite_url: str, monkeypatch: py
     ]
 
 
-def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer) -> None:
+def test_the_list_of_servers_shows_breakers_and_cooldowns(api: HTTPServer) -> None:
     broken = {"breaker": "open", "breaker_why": "rate", "breaker_until": "2026-01-01T00:00:08.000Z"}
     cooling = {"cooling": 2, "cooldown_until": "2026-01-01T00:00:03.000Z"}
     statuses = [STANDING, STANDING | broken | cooling, None]
@@ -294,7 +294,7 @@ def test_a_list_of_servers_says_what_keeps_each_from_taking_jobs(api: HTTPServer
     assert "breaker open (rate) until 2026-01-01T00:00:08.000Z, 2 in cooldown until 2026-01-01T00:00:03.000Z" in ill
 
 
-def test_a_list_of_servers_says_since_when_one_is_away(api: HTTPServer) -> None:
+def test_the_list_of_servers_shows_since_when_a_server_is_away(api: HTTPServer) -> None:
     away = SERVER | {"status": STANDING | {"away_since": "2026-01-01T00:00:01.000Z"}}
     answers(api, "GET", "/admin/servers", {"servers": [away], "fleets": None})
     assert "away since 2026-01-01T00:00:01.000Z" in run("servers", "list").stdout

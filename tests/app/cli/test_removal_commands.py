@@ -1,4 +1,4 @@
-"""Commands that remove: what they ask for, and what they say."""
+"""Commands that remove: their requests and their output."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_models_remove_drain_prints_the_remaining_jobs(api: HTTPServer) -> None:
     assert _run("models", "remove", "zimg", "--drain").stdout.strip() == printed
 
 
-def test_a_server_that_is_removed_by_force_says_what_is_lost(api: HTTPServer) -> None:
+def test_a_forced_removal_of_a_server_prints_the_jobs_that_lost_their_runs(api: HTTPServer) -> None:
     lost = {**DONE, "name": "gpu1", "lost": ["j1", "j2"]}
     api.expect_request("/admin/servers/gpu1", "DELETE", query_string="force=true").respond_with_json(lost)
     assert (

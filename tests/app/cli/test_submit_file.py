@@ -94,7 +94,7 @@ def test_the_same_command_submits_nothing_twice(served: Served, tmp_path: Path) 
     assert other["batch"] not in (before["batch"], resubmitted["batch"])
 
 
-def test_the_command_printed_at_ctrl_c_goes_on_with_the_file(
+def test_the_command_printed_at_ctrl_c_submits_the_rest_of_the_file(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "my jobs.jsonl", lines_of(450))
@@ -112,13 +112,15 @@ def test_the_command_printed_at_ctrl_c_goes_on_with_the_file(
     first, *_, last = stopped.stderr.splitlines()
     assert last.startswith("200 lines were received; submit the rest with: slotkeeper batches submit ")
     command = shlex.split(last.partition("rest with: ")[2])
-    assert command == shlex.split(first.partition("go on with: ")[2]), "it was named before the first line was sent"
+    assert command == shlex.split(first.partition("go on with: ")[2]), (
+        "the command was printed before the first line was sent"
+    )
     batch = json.loads(run(*command[1:], "--json").stdout)
     assert (batch["known"], batch["jobs"]) == (200, 450)
     assert payloads(served, batch["batch"], 450) == list(range(450))
 
 
-def test_a_file_goes_on_through_a_restart_of_the_api_and_says_so(
+def test_the_submit_of_a_file_retries_while_the_api_restarts_and_reports_each_retry(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post, away = Client.post, [True, True]
@@ -148,8 +150,8 @@ def test_a_file_whose_api_stays_away_is_not_known_to_be_submitted(
     assert done.exit_code == 3 and "submit the rest with" in done.stderr
 
 
-def test_a_file_may_come_by_a_pipe(served: Served) -> None:
-    """In a process, for a pipe cannot be read twice to make a key of its content."""
+def test_a_file_may_be_read_from_a_pipe(served: Served) -> None:
+    """The command runs in a process: a pipe cannot be read twice to derive a key from its content."""
     command = [sys.executable, "-m", "app.cli", "batches", "submit", "-", "--json"]
     done = subprocess.run(command, input="\n".join(lines_of(2)), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

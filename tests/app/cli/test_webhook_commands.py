@@ -1,4 +1,4 @@
-"""The commands about webhooks, against the API."""
+"""The webhook commands, against the API."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ def test_a_webhook_is_added_shown_changed_disabled_enabled_and_removed(run: Any)
     assert "There are no webhooks." in run("list").stdout
 
 
-def test_all_webhooks_are_listed_however_many_there_are(run: Any, api: Api) -> None:
+def test_the_list_command_reads_all_pages_of_webhooks(run: Any, api: Api) -> None:
     subscriptions, types = Subscriptions(api.database), frozenset({"job.canceled"})
     for n in range(201):
         subscriptions.add(Subscription(new_id(), "default", f"{URL}/{n}", types, "sealed", now_ms()), 1000)
@@ -105,7 +105,7 @@ def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: A
 
 @pytest.mark.parametrize("settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32"}])
 @pytest.mark.parametrize(("status", "exit_code"), [(200, 0), (500, 1)])
-def test_a_test_says_what_the_receiver_answers(
+def test_the_test_command_prints_the_response_of_the_receiver(
     api: Api,
     run: Any,
     httpserver: HTTPServer,

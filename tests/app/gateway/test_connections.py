@@ -1,4 +1,4 @@
-"""What a gateway writes of its connections to Redis and to the catalog, whatever fails or overtakes."""
+"""A gateway's writes about its connections to Redis and to the catalog, under failures and in any order."""
 
 import asyncio
 import time
@@ -131,7 +131,7 @@ def test_a_slower_connection_does_not_replace_a_newer_one(gateway: Gateway) -> N
     _run(test)
 
 
-def test_an_emptied_redis_is_repaired_although_the_first_try_fails(
+def test_an_emptied_redis_is_repaired_although_the_first_write_fails(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = gateway.enroll("attic")
@@ -171,7 +171,7 @@ def test_revoked_nodes_and_nodes_that_are_connected_elsewhere_are_named(gateway:
     _run(test)
 
 
-def test_absence_counts_only_while_the_node_could_have_come_back(
+def test_absence_counts_only_while_the_node_could_have_reconnected(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, seconds = gateway.enroll("attic"), [1000.0]

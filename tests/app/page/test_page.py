@@ -118,7 +118,7 @@ def test_a_visit_ends_when_its_time_is_over(
 
 
 @KEYED
-def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, settings: dict[str, str]) -> None:
+def test_a_session_cookie_with_a_forged_signature_is_refused(api: Api, settings: dict[str, str]) -> None:
     key = key_of(api, "root", admin=True)
     hashed = hash_key(key)
     forged = session_cookie.encode_session(session_cookie.new_session(hashed, 3600), b"not our key")
@@ -130,11 +130,11 @@ def test_a_cookie_that_was_written_by_somebody_else_opens_nothing(api: Api, sett
 
 
 @KEYED
-def test_a_log_in_begins_a_visit_of_its_own(api: Api, settings: dict[str, str]) -> None:
+def test_a_login_starts_a_new_session(api: Api, settings: dict[str, str]) -> None:
     somebody = visitor(api)
     before = somebody.token()
     somebody.log_in(key_of(api, "root", admin=True))
-    assert somebody.token() != before, "whoever laid the visit out before knows nothing of the new one"
+    assert somebody.token() != before, "a token from before the login is not valid in the new session"
 
 
 @KEYED
@@ -191,7 +191,7 @@ def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
     assert not visited(header)
 
 
-def test_what_is_known_of_visits_that_are_over_is_forgotten(api: Api) -> None:
+def test_expired_sessions_are_removed_from_the_revoked_sessions(api: Api) -> None:
     visits = RevokedSessions(api.database)
     visits.revoke("a", until_ms=100, now_ms=10)
     visits.revoke("a", until_ms=100, now_ms=10)
@@ -292,7 +292,7 @@ def test_an_account_is_opened_and_gets_credits_once_for_each_form(
 
 
 @KEYED
-def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_it(
+def test_the_audit_page_requires_the_audit_scope_and_lists_acts_of_the_page(
     api: Api, settings: dict[str, str], operator: Visitor
 ) -> None:
     operator.post("/page/tenants/state", tenant="acme", state="paused", reason="has not paid")
@@ -307,7 +307,7 @@ def test_the_audit_is_for_who_may_audit_and_what_is_done_by_the_page_stands_in_i
 
 
 @KEYED
-def test_a_tenant_sees_its_own_jobs_and_no_others(api: Api, settings: dict[str, str], operator: Visitor) -> None:
+def test_a_tenant_sees_only_its_own_jobs(api: Api, settings: dict[str, str], operator: Visitor) -> None:
     key, other = key_of(api, "acme"), api.tenant("other")
     root = api.tenant("boss", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
@@ -381,7 +381,7 @@ def test_nothing_that_others_wrote_becomes_markup(api: Api) -> None:
     assert escape("<script>alert(1)</script>", quote=False) in shown
 
 
-def test_a_policy_stands_before_scripts_and_styles_from_elsewhere_or_inline(api: Api) -> None:
+def test_the_content_security_policy_forbids_inline_and_foreign_scripts_and_styles(api: Api) -> None:
     answer = visitor(api).get("/")
     policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
@@ -425,7 +425,7 @@ def test_dead_jobs_are_retried_by_choice_or_all(api: Api) -> None:
     assert {api.job(job).state for job in dead} <= {"queued", "running"}
 
 
-def test_the_page_of_an_ended_job_says_why_it_has_ended(api: Api) -> None:
+def test_the_page_of_an_ended_job_shows_the_reason_of_its_end(api: Api) -> None:
     api.register()
     job = an_ended_job(api.dispatcher.store, State.DEAD, now_ms=now_ms())
     page = visitor(api).get(f"/page/jobs/{job.id}").text
@@ -538,9 +538,7 @@ def test_a_batch_of_lines_is_paused_and_resumed_and_shows_what_was_refused(api: 
 
 
 @KEYED
-def test_a_tenant_sees_and_cancels_its_own_batches_and_no_others(
-    api: Api, settings: dict[str, str], operator: Visitor
-) -> None:
+def test_a_tenant_sees_and_cancels_only_its_own_batches(api: Api, settings: dict[str, str], operator: Visitor) -> None:
     key, root = key_of(api, "acme"), api.tenant("boss", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     foreign = _batch(api, headers=api.tenant("other"))["batch"]

@@ -114,7 +114,7 @@ def test_a_server_with_a_running_job_is_removed_if_forced(api: Api, operator: Vi
 # -- breakers --------------------------------------------------------------------------------------------------
 
 
-def test_a_models_breaker_says_until_when_and_why_and_is_closed_by_hand(timed_api: TimedApi) -> None:
+def test_the_page_shows_a_models_breaker_with_its_end_and_reason_and_can_close_it(timed_api: TimedApi) -> None:
     api, who = timed_api, visitor(timed_api)
     api.register()
     api.model(breaker_failures=1)

@@ -222,7 +222,7 @@ def test_all_progress_is_sent_before_the_end_of_the_job(served: Served) -> None:
     ]
 
 
-def test_a_client_that_reconnects_gets_the_rest_of_the_progress(served: Served) -> None:
+def test_a_client_that_reconnects_receives_the_rest_of_the_progress(served: Served) -> None:
     job = a_running_job(served.store).job.id
     for ms, text in enumerate("abc"):
         _publish_text(job, text, ms + 1)
@@ -280,7 +280,9 @@ def test_a_batch_can_be_followed(served: Served) -> None:
 
 
 @pytest.mark.parametrize("settings", [KEYS])
-def test_a_tenant_follows_its_own_jobs_and_an_administrator_all(served: Served, settings: dict[str, str]) -> None:
+def test_a_tenant_receives_the_events_of_its_own_jobs_and_an_administrator_of_all(
+    served: Served, settings: dict[str, str]
+) -> None:
     acme, rival, boss = (served.api.tenant(name, admin=name == "boss") for name in ("acme", "rival", "boss"))
     acme_reader, admin_reader = (Reader(served.ask("/stream", key)).until_open() for key in (acme, boss))
     rival_job, acme_job = (a_queued_job(served.store, tenant=name).id for name in ("rival", "acme"))
@@ -314,7 +316,7 @@ def test_a_client_that_reconnects_continues_after_its_last_event(served: Served)
         again.close()
 
 
-def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Served) -> None:
+def test_a_stream_reports_a_gap_first_if_requested_events_are_deleted(served: Served) -> None:
     dead = an_ended_job(served.store, State.DEAD)
     retention.delete_dead_job(served.store.database, dead.id)
     assert EventRetention(served.store.database).delete_next(T0 + 1, 0, last=3) == 3
@@ -324,7 +326,7 @@ def test_where_some_are_not_there_any_more_the_stream_says_so_first(served: Serv
     assert reader.next().data["job_id"] == job
 
 
-def test_of_a_record_that_was_restored_a_later_id_is_a_gap(served: Served) -> None:
+def test_a_stream_reports_a_gap_for_an_id_above_the_newest_event(served: Served) -> None:
     a_queued_job(served.store)
     reader = Reader(served.ask("/stream?after=1000"))
     assert reader.next().type == "stream.gap"
@@ -446,7 +448,7 @@ def test_events_stored_during_a_slow_read_are_sent_once_and_in_order(
 
 
 @pytest.mark.parametrize("settings", [KEYS | {"MAX_TENANT_STREAMS": "2", "MAX_STREAMS": "3"}])
-def test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own(
+def test_the_number_of_streams_is_limited_per_tenant_and_in_total_and_a_closed_one_is_freed(
     served: Served, settings: dict[str, str]
 ) -> None:
     acme, rival = served.api.tenant("acme"), served.api.tenant("rival")
@@ -579,7 +581,7 @@ def test_a_job_whose_clients_have_left_is_canceled(served: Served, monkeypatch: 
     assert cancel_unwatched(dispatcher) == 0 and served.api.job(other).state is State.QUEUED
 
 
-def test_a_watched_job_that_has_ended_is_forgotten_and_none_is_canceled_while_redis_is_away(
+def test_ended_watched_jobs_are_dropped_and_no_job_is_canceled_while_redis_is_down(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.api.model()
@@ -613,7 +615,9 @@ def test_waiting_ends_when_its_time_is_over(served: Served) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"MAX_WAITING_REQUESTS": "1"}])
-def test_beyond_the_bound_nobody_waits_and_who_leaves_makes_room(served: Served, settings: dict[str, str]) -> None:
+def test_a_request_above_the_limit_does_not_wait_and_a_closed_one_frees_its_place(
+    served: Served, settings: dict[str, str]
+) -> None:
     served.api.model()
     job = served.api.submitted()
     first = served.ask(f"/queue/jobs/{job}?wait=30")

@@ -189,7 +189,9 @@ def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS_REQUESTS)
-def test_so_it_is_where_its_bytes_come_one_by_one(address: tuple[str, int], case: str) -> None:
+def test_an_ambiguous_request_is_refused_also_if_its_bytes_arrive_one_by_one(
+    address: tuple[str, int], case: str
+) -> None:
     sent = AMBIGUOUS_REQUESTS[case]
     with socket.create_connection(address, 10) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -229,9 +231,7 @@ def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> N
     assert [f'"/{n}"'.encode() in part for n, part in enumerate(answers.split(b"HTTP/1.1 200")[1:])] == [True] * 20
 
 
-def test_of_very_many_requests_that_come_together_few_are_read_before_their_turn(
-    address: tuple[str, int], web: Web
-) -> None:
+def test_only_a_few_pipelined_requests_are_parsed_ahead(address: tuple[str, int], web: Web) -> None:
     """A parsed request uses a hundred times its size on the network."""
     GATE.clear()
     with socket.create_connection(address, 10) as connection:
@@ -267,7 +267,7 @@ def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) 
     assert "/late" not in SEEN
 
 
-def test_however_many_are_refused_at_once_the_connection_ends(address: tuple[str, int], web: Web) -> None:
+def test_a_connection_is_closed_after_the_first_of_many_refused_requests(address: tuple[str, int], web: Web) -> None:
     """Each refusal is sent while the next request is being read."""
     pool = web.application.general
     pool.most_waiting, pool.threads = 0, 0
@@ -350,7 +350,7 @@ def test_a_head_waits_a_moment_for_its_body(web: Web, monkeypatch: pytest.Monkey
         assert _last_body(_read_all(connection))["body"] == "body"
 
 
-def test_a_body_that_comes_later_than_its_head_is_read(web: Web) -> None:
+def test_a_body_that_arrives_after_its_head_is_read(web: Web) -> None:
     with socket.create_connection(web.address, 10) as connection:
         connection.sendall(POST + b"Content-Length: 4\r\nConnection: close\r\n\r\n")
         eventually(lambda: any(one._cycles for one in _protocols_of(web, connection)), "the request begins")
@@ -441,7 +441,7 @@ class _Keys(FakeKeys):
         return version
 
 
-def test_made_up_keys_are_not_in_the_way_of_good_ones_and_nobody_is_a_stranger_for_lack_of_time() -> None:
+def test_unknown_keys_do_not_delay_valid_keys_and_share_a_few_lookups() -> None:
     GATE.clear()
     keys = _Keys()
     with serving(_application(keys)) as keyed:

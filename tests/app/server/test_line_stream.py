@@ -1,4 +1,4 @@
-"""A batch in one request: its lines are taken from the body as they come."""
+"""A batch in one request: its lines are read from the body as they arrive."""
 
 import http.client
 import json
@@ -97,7 +97,7 @@ def test_the_same_request_again_is_the_same_batch(served: Served) -> None:
     assert first[1]["batch"] == again[1]["batch"] and again[1]["jobs"] == 3
 
 
-def test_a_request_that_broke_off_goes_on_where_it_stopped(served: Served) -> None:
+def test_an_interrupted_batch_request_continues_after_its_last_stored_line(served: Served) -> None:
     api = served.api
     api.model()
     lines = lines_of(CHUNK_LINES + 10)
@@ -162,7 +162,7 @@ def test_a_refusal_ends_the_request_and_what_was_stored_stays(served: Served) ->
     assert status == 409 and "was canceled" in problem["detail"]
 
 
-def test_a_line_that_is_too_long_is_an_error_of_its_own(served: Served) -> None:
+def test_a_line_that_is_too_long_is_refused_alone(served: Served) -> None:
     served.api.model()
     longest = served.application.settings.max_body_bytes
     status, batch = post(served, [*lines_of(1), b"x" * (longest + 100), b"\n", *lines_of(1)])

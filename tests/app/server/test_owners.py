@@ -75,7 +75,7 @@ def test_the_metrics_key_is_accepted_without_reading_tenants(keys, key_cache):
     assert with_key(key_cache, "") == ANONYMOUS_OWNER
 
 
-def test_only_an_unknown_key_is_looked_up(keys, key_cache):
+def test_only_an_unknown_key_causes_a_lookup(keys, key_cache):
     for _ in range(9):
         with_key(key_cache, "sk_alice")
     assert keys.looks == 1

@@ -161,7 +161,7 @@ def test_the_same_outcome_gives_the_same_plots(tmp_path):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
-def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SimulationError, match=r"pip install 'slotkeeper\[plots\]'"):
         plots.write(tmp_path, [summarize(an_outcome())], [an_outcome()])

@@ -26,7 +26,7 @@ def test_each_demo_server_is_registered_also_when_it_has_another_port(api: Api) 
     assert api.client.get("/admin/model-configs/flux").json["config"]["model_type"] == "async"
 
 
-def test_a_model_with_servers_of_its_own_gets_no_demo_server(api: Api) -> None:
+def test_a_model_that_already_has_servers_gets_no_demo_server(api: Api) -> None:
     api.register(model="zimg", server="gpu1")
     assert _register(api) == {"flux", "trellis"}
     assert _servers_of(api, "zimg") == ["gpu1"]

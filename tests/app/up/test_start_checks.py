@@ -1,4 +1,4 @@
-"""What is looked at before anything is started: ports, the state folder, settings."""
+"""The checks before a start: ports, the state folder, settings."""
 
 import os
 import socket
@@ -121,7 +121,7 @@ def test_the_folder_is_closed_to_others(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
 
 
-def test_flowers_password_is_made_once_and_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+def test_flowers_password_is_created_once_and_readable_only_by_its_owner(tmp_path: Path) -> None:
     password = flower_password(tmp_path)
     assert len(password) >= 20
     assert flower_password(tmp_path) == password
@@ -143,18 +143,18 @@ def test_an_open_address_without_keys_is_refused(settings: pytest.MonkeyPatch) -
         read_plan(demo=False)
 
 
-def test_a_redis_of_ones_own_needs_no_port(settings: pytest.MonkeyPatch) -> None:
+def test_no_redis_port_is_checked_if_redis_url_is_set(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("SLOTKEEPER_REDIS_URL", "redis://127.0.0.1:6379/0")
     assert "SLOTKEEPER_REDIS_PORT" not in [port.variable for port in read_plan(demo=False).ports()]
 
 
-def test_a_relative_record_means_the_same_file_in_every_process(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_database_url_is_resolved_to_an_absolute_path(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings.chdir(tmp_path)
     settings.setenv("SLOTKEEPER_DATABASE_URL", "sqlite:///here.db")
     assert read_plan(demo=False).database_url == f"sqlite:///{tmp_path}/here.db"
 
 
-def test_a_password_in_the_url_of_a_record_is_kept(settings: pytest.MonkeyPatch) -> None:
+def test_a_password_in_the_database_url_is_kept(settings: pytest.MonkeyPatch) -> None:
     url = "postgresql://me:p%40ss@db.example/slotkeeper"
     settings.setenv("SLOTKEEPER_DATABASE_URL", url)
     assert read_plan(demo=False).environment()["SLOTKEEPER_DATABASE_URL"] == url
@@ -199,7 +199,7 @@ def test_commands_read_the_addresses_of_the_api_and_redis_from_the_state_folder(
     assert api_client().url == "http://127.0.0.1:8200"
 
 
-def test_demo_servers_stand_on_the_ports_that_are_asked_for(settings: pytest.MonkeyPatch) -> None:
+def test_demo_servers_use_the_configured_port_and_the_next_ones(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("SLOTKEEPER_DEMO_PORT", "9100")
     assert [server.url for server in read_plan(demo=True).demo] == [
         f"http://127.0.0.1:{port}" for port in (9100, 9101, 9102)
@@ -218,13 +218,13 @@ def test_the_procfile_has_the_roles_and_is_shipped_with_the_package() -> None:
     assert (root / "Procfile").read_text() == (root / "app" / "up" / "Procfile").read_text()
 
 
-def test_who_goes_on_with_jobs_after_a_crash_is_started_first(settings: pytest.MonkeyPatch) -> None:
+def test_worker_and_maintenance_are_started_before_web(settings: pytest.MonkeyPatch) -> None:
     names = [role.name for role in read_plan(demo=True).roles()]
     assert names[:3] == ["worker", "maintenance", "web"]
 
 
-def test_a_record_that_has_its_schema_is_not_migrated(settings: pytest.MonkeyPatch, sqlite_url: str) -> None:
-    assert read_plan(demo=False).migration() is not None, "there is none yet"
+def test_a_database_with_the_current_schema_is_not_migrated(settings: pytest.MonkeyPatch, sqlite_url: str) -> None:
+    assert read_plan(demo=False).migration() is not None, "there is no schema yet"
     settings.setenv("SLOTKEEPER_DATABASE_URL", sqlite_url)
     assert read_plan(demo=False).migration() is None
 
@@ -236,11 +236,11 @@ def test_one_machine_runs_each_role_once_two_of_them_as_threads_of_others() -> N
     assert "--embedded-relay" in roles["webhooks"]
 
 
-def test_no_password_stands_in_the_procfile() -> None:
+def test_the_procfile_contains_no_password() -> None:
     assert "auth" not in " ".join(read_procfile().values()).lower()
 
 
-def test_a_valkey_on_the_path_stands_in_for_the_bundled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_valkey_on_the_path_replaces_a_missing_bundled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(valkey_server, "_bundled", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UpError, match="install one, or name a running one in SLOTKEEPER_REDIS_URL"):

@@ -1,4 +1,4 @@
-"""The supervisor, with tiny programs as its children and real signals."""
+"""The supervisor, with small programs as its children and real signals."""
 
 import os
 import signal
@@ -172,7 +172,7 @@ def test_a_signal_stops_the_watch(bench: Bench, number: int) -> None:
         bench.supervisor.supervise()
 
 
-def test_a_signal_that_came_before_the_watch_stops_it_too(bench: Bench) -> None:
+def test_a_signal_that_arrived_before_supervise_stops_it_too(bench: Bench) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Stopped):
         bench.supervisor.supervise()
@@ -270,7 +270,7 @@ with Signals() as signals, Guardian() as guardian:
     until(lambda: not lives(child), "the end of the child")
 
 
-def test_restarts_come_at_longer_and_longer_intervals_and_five_a_minute_at_most() -> None:
+def test_restart_delays_grow_and_allow_at_most_five_restarts_a_minute() -> None:
     now, restarts, delays = 100.0, [], []
     for _ in range(7):
         delays.append(restart_delay_s(restarts, now))
@@ -280,7 +280,7 @@ def test_restarts_come_at_longer_and_longer_intervals_and_five_a_minute_at_most(
     assert all(later - earlier >= 60 for earlier, later in zip(restarts, restarts[5:], strict=False))
 
 
-def test_a_restart_long_ago_is_forgotten() -> None:
+def test_a_restart_more_than_a_minute_ago_does_not_count() -> None:
     assert restart_delay_s([10.0], now_s=75.0) == 0.5
 
 

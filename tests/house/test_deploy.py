@@ -82,7 +82,7 @@ def test_a_composed_process_has_no_right_that_it_does_not_need() -> None:
             assert service["read_only"] and service["mem_limit"], name
 
 
-def test_no_password_stands_in_a_command() -> None:
+def test_no_command_contains_a_password() -> None:
     """Every user of the host can read the arguments of a process."""
     for name, service in composed().items():
         assert "${PASSWORD" not in str(service.get("command")), name

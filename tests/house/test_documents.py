@@ -124,7 +124,7 @@ def test_the_protocols_headers_are_those_that_are_sent(call: str) -> None:
     assert documented == _headers(*_STEPS[call]) - {"Content-Type", "Accept"}
 
 
-def test_the_protocols_push_shows_its_token_where_it_is_looked_for() -> None:
+def test_the_protocol_names_the_headers_in_which_the_api_accepts_the_token_of_a_push() -> None:
     push = _PROTOCOL.read_text("utf-8").split("\n## Push\n", 1)[1].split("\n## ", 1)[0]
     view = (REPO / "app/api/push_views.py").read_text("utf-8")
     assert set(re.findall(r'headers\.get\("([\w-]+)"', view)) == {"X-Callback-Token"} and "read_bearer" in view

@@ -26,7 +26,7 @@ def _having(pattern: str) -> set[str]:
     }
 
 
-def test_nobody_imports_fixtures_or_what_has_tests_or_hands_them_on() -> None:
+def test_no_module_imports_fixtures_or_test_modules_or_reexports_names() -> None:
     hidden = re.compile(r"^tests\.fixtures\.(?!__doc__$)|^tests\.(\w+\.)*(conftest|test_\w+)\.")
     found = [f"{path.relative_to(REPO)}: {name}" for path in TESTS for name in _imports(path) if hidden.search(name)]
     assert found == []
@@ -40,6 +40,6 @@ def test_shared_fixtures_are_made_known_in_one_place() -> None:
     assert re.findall(r"^(\w+) {2}", documentation or "", re.MULTILINE) == named
 
 
-def test_a_fixture_stands_where_it_is_used_in_its_folders_conftest_or_among_the_shared() -> None:
+def test_a_fixture_is_defined_in_its_test_module_a_conftest_or_the_shared_fixtures() -> None:
     homes = re.compile(r"tests/fixtures/\w+\.py|tests/(\w+/)*(conftest|test_\w+)\.py")
     assert [path for path in _having(r"^@pytest\.fixture") if not homes.fullmatch(path)] == []

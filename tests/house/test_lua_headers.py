@@ -1,4 +1,4 @@
-"""Each script's header against its body: a header that has drifted fails here."""
+"""The header of each script agrees with its body and with its Python declaration."""
 
 import ast
 import re
@@ -151,7 +151,7 @@ DECLARED = (
 )
 
 
-def test_every_script_is_declared_once_and_as_its_header_says():
+def test_every_script_is_declared_once_and_its_header_agrees():
     scripts = make_scripts(Redis(), Keys("test"))
     found = [name for declared in DECLARED for name in vars(scripts.bind(declared))]
     assert sorted(found) == list(LIBRARY.script_names())
@@ -208,7 +208,7 @@ def called(method: Any, header: str = HEADER) -> Any:
     return made.pack(lambda fleet: fleet), made.read("zimg")
 
 
-def test_what_is_sent_is_what_the_header_says_in_its_order():
+def test_arguments_are_sent_in_the_order_of_the_header():
     pack, _ = called(Acts.act)
     held = Lease("j1", "l1", 7)
     sent = pack("zimg", held=held, back=True, rate=0.5, leases=[held, held], names=["a"], rules={"r": "t"})
@@ -306,7 +306,7 @@ def test_an_answer_is_read_by_name_and_type():
         ("by_model: {text: number}", "by_model: {text: int}"),
     ],
 )
-def test_a_header_that_says_otherwise_than_python_is_refused_before_anything_is_called(old, new):
+def test_a_header_that_differs_from_the_python_declaration_is_refused_before_a_call(old, new):
     assert HEADER.count(old) == 1
     with pytest.raises((TypeError, SyntaxError)):
         called(Acts.act, HEADER.replace(old, new))
@@ -318,7 +318,7 @@ def test_the_locals_of_a_header_are_lua():
 
 
 @every_script
-def test_every_word_that_a_script_answers_stands_in_its_header(name):
+def test_a_header_lists_exactly_the_words_that_its_script_returns(name):
     text = re.sub(r"redis\.call\([^()]*(?:\([^()]*\)[^()]*)*\)", "", body(name))  # words for Redis are no answers
     compared = set(re.findall(r'[=~]= "(\w+)"', text))
     words = set(re.findall(r'"([a-z_]{3,})"', text)) - compared - _NOT_ANSWERS
@@ -337,7 +337,7 @@ def test_the_clock_is_mentioned_exactly_where_it_is_read(name):
 
 
 @every_script
-def test_a_script_that_says_it_writes_nothing_has_no_writing_command(name):
+def test_a_header_says_writes_nothing_exactly_if_the_script_has_no_write_command(name):
     if "Writes nothing" in header(name).replace("Writes nothing on", ""):
         assert commands(called_functions(name)) <= READS
     else:

@@ -1,4 +1,4 @@
-"""The examples of deploy/: each is well formed, and names figures that there are."""
+"""The examples of deploy/: each is well formed, and names metrics that exist."""
 
 import ast
 import json
@@ -76,7 +76,7 @@ def test_keda_reads_a_number_that_a_models_load_has() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_prometheus_understands_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_accepts_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
     board = json.loads((MONITORING / "dashboard.json").read_text())
     asked = [target["expr"].replace("$model", "zimg") for panel in board["panels"] for target in panel["targets"]]
     rules = [{"record": f"asked:{n}", "expr": expr} for n, expr in enumerate(asked)]

@@ -34,7 +34,7 @@ def _names() -> Counter[str]:
     return Counter(mutant.name for mutant in MUTANTS)
 
 
-def test_a_test_that_fails_for_a_name_that_does_not_exist_kills_nothing():
+def test_a_test_that_fails_with_a_name_error_does_not_kill_a_mutant():
     report = """<testsuites><testsuite>
       <testcase classname="tests.a" name="test_well" />
       <testcase classname="tests.a" name="test_guard[1]"><failure message="assert 1 == 2">E assert</failure></testcase>

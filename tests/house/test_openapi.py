@@ -1,4 +1,4 @@
-"""The document describes the interface: all of it, and validly."""
+"""The OpenAPI document is valid and describes the whole interface."""
 
 import ast
 import re
@@ -46,9 +46,7 @@ def test_what_is_served_is_the_document(api: Api, described: dict[str, Any]) -> 
     assert api.client.get("/openapi.json").json == described
 
 
-def test_the_document_is_made_once_though_others_ask_for_it_meanwhile(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_requests_build_the_document_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[None] = []
 
     def ask() -> None:
@@ -91,7 +89,7 @@ def test_every_error_is_a_problem(described: dict[str, Any]) -> None:
                 assert content["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
 
 
-def test_every_operation_says_what_it_does_under_a_name_of_its_own(described: dict[str, Any]) -> None:
+def test_every_operation_has_a_summary_and_a_unique_id(described: dict[str, Any]) -> None:
     operations = _operations(described)
     names = [operation["operationId"] for _, operation in operations]
     assert len(set(names)) == len(names)
@@ -109,7 +107,9 @@ def test_where_no_keys_are_asked_for_the_document_asks_for_none(described: dict[
 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
-def test_what_asks_for_a_key_says_so(described: dict[str, Any], settings: dict[str, str]) -> None:
+def test_every_operation_that_requires_a_key_documents_that(
+    described: dict[str, Any], settings: dict[str, str]
+) -> None:
     keyless = {where for where, operation in _operations(described) if not operation.get("security")}
     assert keyless == {"get /health/live", "get /health/ready", "post /tasks/callback/{job_id}"}
     for where, operation in _operations(described):

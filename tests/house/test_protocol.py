@@ -1,4 +1,4 @@
-"""docs/reference/slot-protocol.md and the checks of `slotkeeper conform` say the same."""
+"""docs/reference/slot-protocol.md and the checks of `slotkeeper conform` agree."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def _marked() -> dict[str, set[str]]:
     return found
 
 
-def test_each_check_stands_behind_its_clause():
+def test_each_check_is_named_in_the_section_that_it_tests():
     marked = _marked()
     for check in CHECKS:
         titles = marked.get(check.name, set())
@@ -40,6 +40,6 @@ def test_each_must_is_held_by_a_check():
     assert [clause for clause in clauses if not _MARK.search(clause)] == []
 
 
-def test_a_check_says_what_it_holds():
+def test_each_check_has_a_unique_name_and_a_sentence_that_describes_it():
     assert [check.name for check in CHECKS if not check.says.endswith(".") and not check.says.endswith(").")] == []
     assert len({check.name for check in CHECKS}) == len(CHECKS)

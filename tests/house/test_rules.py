@@ -56,7 +56,7 @@ def test_no_function_is_longer_than_a_screen():
     assert [where for where in too_long if not where.startswith("migrations/versions/")] == []
 
 
-def test_there_is_one_newest_step_of_the_record_and_one_oldest():
+def test_the_migrations_have_one_head_and_one_base():
     """Two branches with a new migration each conflict here, before an installation migrates."""
     steps = ScriptDirectory.from_config(migrate._config("sqlite:///unused"))
     assert len(steps.get_heads()) == 1
@@ -98,7 +98,7 @@ def test_no_two_modules_load_each_other(in_functions: bool):
     assert sorted(loads) == []
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     silent = [
         name_of(path)
         for path in python_files()
@@ -107,7 +107,7 @@ def test_every_module_says_what_it_is_for():
     assert silent == []
 
 
-def test_nothing_is_left_to_do_and_nobodys_machine_is_named():
+def test_the_product_contains_no_todo_marks_and_no_local_paths():
     forbidden = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|(?<![\w.\"'])/(?:home|root|work|Users)/|[A-Z]:\\\\Users")
     found = [
         f"{name_of(path)}:{number} {line.strip()}"
@@ -156,7 +156,7 @@ def test_an_argument_that_is_a_time_has_its_unit_in_its_name() -> None:
     assert sorted(found) == []
 
 
-def test_every_exception_that_a_docstring_says_is_raised_exists():
+def test_every_exception_that_a_docstring_names_exists():
     trees = {path: syntax_tree(path) for path in product_files() if path.suffix == ".py"}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     known = {node.name for node in nodes if isinstance(node, ast.ClassDef)} | set(dir(builtins))
@@ -209,7 +209,7 @@ def test_every_route_leads_from_a_task_that_there_is(pattern):
     assert any(rule.fullmatch(name) for name in celery.tasks)
 
 
-def test_every_task_of_ours_but_infer_has_a_queue_of_its_own():
+def test_every_celery_task_except_infer_is_routed_to_its_own_queue():
     celery.loader.import_default_modules()
     ours = [name for name, task in celery.tasks.items() if task.__module__.startswith("tasks.")]
     routed = [p.removesuffix("*") for p in celeryconfig.task_routes]

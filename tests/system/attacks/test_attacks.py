@@ -21,10 +21,10 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("attack", QUICK, ids=lambda attack: attack.name)
-def test_nobody_takes_it_from_others(harness: Harness, attack: Attack) -> None:
+def test_all_checks_hold_before_during_and_after_a_quick_attack(harness: Harness, attack: Attack) -> None:
     played = play(attack, harness, _PATIENCE)
     assert not played.wrong, "\n".join(lines([played]))
 
 
-def test_attacks_have_names_of_their_own() -> None:
+def test_attacks_have_unique_names() -> None:
     assert len({attack.name for attack in ALL}) == len(ALL)

@@ -435,7 +435,7 @@ def test_the_page_loads_nothing_from_other_hosts(walk: dict[str, Look], installa
     assert [message for message in messages if "404" not in message] == [], "no page violates the content policy"
 
 
-def test_scripts_and_styles_that_somebody_put_there_do_nothing(operator: Page) -> None:
+def test_injected_scripts_and_styles_have_no_effect(operator: Page) -> None:
     operator.goto("/")
     operator.evaluate(
         """() => {
@@ -473,7 +473,7 @@ def test_what_others_wrote_is_shown_as_text(operator: Page, installation: Instal
     assert dialogs == []
 
 
-def test_a_tenant_sees_its_own_and_no_more(chromium: Browser, installation: Installation) -> None:
+def test_a_tenant_sees_only_its_own_screens_and_jobs(chromium: Browser, installation: Installation) -> None:
     context = chromium.new_context(base_url=installation.url)
     page = context.new_page()
     _log_in(page, installation.keys["globex"])

@@ -1,4 +1,4 @@
-"""Redis reaches its maxmemory: what frees memory and what running jobs need goes on."""
+"""Redis reaches its maxmemory: writes that free memory and writes for running jobs still succeed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def test_a_full_redis_stops_neither_takeovers_nor_resumed_servers_nor_new_worker
     eventually(lambda: not cluster.taken(busy) and not cluster.taken(paused), "the slots are free")
 
 
-def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
+def test_a_queue_that_does_not_fit_into_redis_opens_with_the_jobs_that_fit(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "JOBS_AT_ONCE", 2)
@@ -73,7 +73,7 @@ def test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds(
     assert harness.run_all() == ids[2:]
 
 
-def test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole(
+def test_an_immediately_rebuilt_queue_opens_although_redis_has_no_memory_for_its_jobs(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()

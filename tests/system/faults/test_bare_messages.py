@@ -1,4 +1,4 @@
-"""The message of a bare client is the only copy of its job, until a worker has stored that."""
+"""The message of a bare client is the only copy of its job, until a worker has stored the job."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def _python(cluster: Cluster, script: str, *args: str) -> str:
 @pytest.mark.parametrize(
     "expires_s, state", [(600.0, "completed"), (0.5, "expired")], ids=["in time", "expired meanwhile"]
 )
-def test_a_message_that_a_dead_worker_had_taken_comes_back_and_runs_once_unless_it_has_expired(
+def test_a_message_of_a_dead_worker_is_redelivered_and_runs_once_unless_it_has_expired(
     cluster: Cluster, expires_s: float, state: str
 ):
     cluster.ensure_workers(0)

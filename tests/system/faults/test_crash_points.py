@@ -296,7 +296,7 @@ def test_a_death_at_any_later_passing_of_a_point_loses_and_doubles_nothing(cases
     assert len(survived) <= len(chosen) // 10, survived
 
 
-def test_the_points_work_in_a_process_of_its_own_by_the_environment_alone(lanes, tmp_path):
+def test_a_crash_point_works_in_a_process_that_is_configured_only_by_its_environment(lanes, tmp_path):
     lane = lanes.get()
     try:
         lane.prepare(tmp_path)
@@ -306,7 +306,7 @@ def test_the_points_work_in_a_process_of_its_own_by_the_environment_alone(lanes,
         )
         assert died.returncode == -signal.SIGKILL
         record = env["SLOTKEEPER_DATABASE_URL"]
-        # A run that has ended stands there as running for the moment until its end is written.
+        # A run that has ended is stored as running until its end is written.
         assert 1 <= len(ended(record, "life0", died.returncode).running) <= 2
     finally:
         lanes.put(lane)

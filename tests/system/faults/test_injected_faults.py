@@ -112,9 +112,9 @@ def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
             stack.end()
 
 
-def test_after_a_failover_redis_knows_nothing_of_the_latest_writes(stores: Cluster) -> None:
+def test_a_failover_of_redis_loses_the_latest_writes(stores: Cluster) -> None:
     one = fault(Kind.STALE, "redis")
-    for key in ("first", "second"):  # there and back again
+    for key in ("first", "second"):  # a failover to the replica, and one back
         with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
             queue.set(key, "1")
             mend = _struck(stores, one)
@@ -151,7 +151,7 @@ def test_a_replica_is_no_place_to_write(stores: Cluster) -> None:
             replica.set("a", 1)
 
 
-def test_what_redis_forgot_is_forgotten(stores: Cluster) -> None:
+def test_a_flush_deletes_the_data_of_redis(stores: Cluster) -> None:
     with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
         queue.set("a", "1")
         ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
@@ -184,7 +184,7 @@ def test_a_revoke_goes_to_all_workers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stack.revoked == {"j1", "j2"}
 
 
-def test_nobody_is_revoked_when_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_is_revoked_if_no_job_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "_active_job_ids", lambda _: [])
     with pytest.raises(NotApplicable):
         ACTS[Kind.REVOKES](cast(Cluster, SimpleNamespace()), fault(Kind.REVOKES, "jobs"))

@@ -163,7 +163,7 @@ def _until(cluster: Cluster, sent: AsyncResult, state: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("point", ["slot_passed_on", "settle_committed", "result_notified"])
-def test_a_chain_goes_on_whenever_its_worker_dies_after_the_end_of_a_step(
+def test_a_chain_continues_although_its_worker_dies_after_the_end_of_a_step(
     cluster: Cluster, bare: Celery, point: str
 ) -> None:
     cluster.ensure_workers(0)

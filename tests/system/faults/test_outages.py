@@ -133,7 +133,7 @@ def test_redis_vanishes_and_every_job_runs_once_in_its_turn(cluster: Cluster, go
             ]  # ORDER-1
 
 
-def test_a_script_that_ran_although_its_client_gave_up_is_not_sent_again(harness: Harness, valkey: Valkey) -> None:
+def test_a_script_call_that_timed_out_is_not_sent_again(harness: Harness, valkey: Valkey) -> None:
     harness.register()
     impatient = harness.a_dispatcher(connect(valkey.url, 0.2))
     cool_down(impatient, "zimg", "none")  # Redis knows the script now: another call is one message
@@ -152,9 +152,7 @@ def _scripts_run(redis: Redis) -> int:
     return sum(counted[name]["calls"] for name in ("cmdstat_fcall",) if name in counted)
 
 
-def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_once(
-    harness: Harness, valkey: Valkey
-) -> None:
+def test_a_job_whose_enqueue_timed_out_is_queued_once_and_runs_once(harness: Harness, valkey: Valkey) -> None:
     harness.register()
     impatient = harness.a_dispatcher(connect(valkey.url, 0.2))
     impatient.submit([harness.a()], LOCAL_IDENTITY)
@@ -164,7 +162,7 @@ def test_a_submit_whose_enqueue_was_not_answered_is_in_the_room_once_and_runs_on
         (receipt,) = impatient.submit([harness.a()], LOCAL_IDENTITY)
 
     job_id = receipt.accepted.id
-    eventually(lambda: harness.queue.lease_of(job_id), "it is offered after all, and nobody was told", 5, 0.01)
+    eventually(lambda: harness.queue.lease_of(job_id), "the job is offered after all, without a notification", 5, 0.01)
     assert harness.offered() == []
     passes.reconcile(harness.dispatcher)
     assert harness.queue.waiting() == [] and list(harness.queue.taken().values()) == [job_id]
@@ -216,9 +214,9 @@ def test_a_submit_needs_one_connection_to_redis_at_a_time(harness: Harness, valk
 
 @pytest.fixture
 def reaped() -> Callable[..., bool]:
-    """At a moment (s) the reaper looks; answers whether it may reap.  A living worker needs 3 s to renew.
+    """Return a function that returns whether the reaper may reap at a time (s).  A living worker needs 3 s to renew.
 
-    `ahead`: what Redis' clock is ahead of the first moments (s).  `asked`: when it was asked, if that took time.
+    `ahead`: lead of Redis' clock since the first call (s).  `asked`: time of the request to Redis, if it took time (s).
     """
     patience = RenewalGrace()
 
@@ -229,11 +227,11 @@ def reaped() -> Callable[..., bool]:
     return at
 
 
-def test_after_redis_was_away_living_workers_renew_before_anything_is_reaped(reaped: Callable[..., bool]) -> None:
+def test_after_a_redis_outage_the_reaper_waits_until_living_workers_could_renew(reaped: Callable[..., bool]) -> None:
     assert [now for now in (100, 101, 102, 110, 111, 112, 113, 114) if reaped(now)] == [100, 101, 102, 113, 114]
 
 
-def test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped(reaped: Callable[..., bool]) -> None:
+def test_after_a_failed_pass_the_reaper_waits_until_living_workers_could_renew(reaped: Callable[..., bool]) -> None:
     assert reaped(100)
     reaped.patience.note_failure()  # type: ignore[attr-defined]
     assert [now for now in (102, 103, 104, 105, 106) if reaped(now)] == [105, 106]
@@ -257,12 +255,12 @@ def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_befor
     assert passes.reap(harness.dispatcher, patience) == 1
 
 
-def test_a_reaper_that_seldom_comes_to_look_does_look(reaped: Callable[..., bool]) -> None:
+def test_a_reaper_with_long_intervals_still_reaps(reaped: Callable[..., bool]) -> None:
     assert [now for now in range(100, 140, 5) if reaped(now)] == [100, 110, 120, 130]
 
 
 @pytest.mark.parametrize("step_s", [3600, 5, -3600])
-def test_after_redis_clock_was_set_living_workers_renew_before_anything_is_reaped(
+def test_after_a_step_of_redis_clock_the_reaper_waits_until_living_workers_could_renew(
     reaped: Callable[..., bool], step_s: float
 ) -> None:
     assert reaped(100) and reaped(100.5)
@@ -275,7 +273,7 @@ def test_a_slow_answer_is_no_clock_that_was_set(reaped: Callable[..., bool]) -> 
     assert reaped(102.5)
 
 
-def test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire(harness: Harness) -> None:
+def test_the_reaper_keeps_a_living_workers_lease_that_expired_by_a_clock_step(harness: Harness) -> None:
     harness.register(2)
     job_id = harness.submit()
     task = harness.start()
@@ -328,7 +326,7 @@ def test_a_sweep_that_takes_longer_than_its_period_is_not_joined_by_the_next(mon
     assert len(swept) == 2
 
 
-def test_messages_that_have_piled_up_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulated_messages_of_a_periodic_task_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setitem(maintenance.PERIODS_S, "of_this_test", 60.0)
     monkeypatch.setattr(task_runs.TaskRunRecorder, "note", lambda *_: None)
@@ -355,7 +353,7 @@ def locked(database: Database) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_a_submit_to_a_locked_record_is_refused_with_a_time_and_leaves_nothing(
+def test_a_submit_to_a_locked_database_is_refused_with_a_retry_time_and_stores_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()
@@ -515,7 +513,7 @@ def test_the_slots_of_a_restarted_server_are_free_soon_after_its_first_answer(
 
 
 @pytest.mark.e2e
-def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_on(cluster: Cluster) -> None:
+def test_a_job_that_kills_its_server_three_times_becomes_dead_and_the_others_complete(cluster: Cluster) -> None:
     cluster.ensure_workers(1)
     model = cluster.model(1, poll_interval=0.1)
     poison = cluster.api.submit(model, {"fail": "crash", "seconds": 0.05})
@@ -529,7 +527,7 @@ def test_a_job_that_kills_its_server_three_times_is_set_aside_and_the_others_go_
 
 
 @pytest.mark.e2e
-def test_a_job_that_kills_its_worker_three_times_is_set_aside_and_the_others_go_on(cluster: Cluster) -> None:
+def test_a_job_that_kills_its_worker_three_times_becomes_dead_and_the_others_complete(cluster: Cluster) -> None:
     cluster.ensure_workers(0)
     cluster.start_workers(3, SLOTKEEPER_CRASH_AT="run_sent")
     model = cluster.model(1)

@@ -1,4 +1,4 @@
-"""A database that has lost its last moments, as after a restored backup, and a Redis that has not."""
+"""A database that has lost its latest commits, as after a restored backup, and a Redis that has not."""
 
 import pytest
 from sqlalchemy import delete
@@ -21,7 +21,7 @@ def _lose(harness: Harness, job_id: str) -> None:
         connection.execute(delete(jobs).where(jobs.c.id == job_id))
 
 
-def test_a_waiting_job_that_the_record_lost_is_offered_in_its_turn_and_its_slot_goes_on(
+def test_a_waiting_job_that_the_database_lost_is_not_run_and_the_next_job_gets_its_slot(
     harness: Harness, worker: Worker, server: FakeServer
 ) -> None:
     harness.register()
@@ -46,7 +46,7 @@ def test_a_slot_held_for_a_job_that_the_database_lost_goes_to_the_next_job(
     assert harness.offered() == [last]
 
 
-def test_a_run_that_the_record_lost_keeps_its_slot_from_others_for_as_long_as_its_server_is_at_it(
+def test_a_run_that_the_database_lost_blocks_its_slot_until_its_server_reports_no_run(
     harness: Harness,
 ) -> None:
     harness.register()
@@ -62,7 +62,7 @@ def test_a_run_that_the_record_lost_keeps_its_slot_from_others_for_as_long_as_it
     assert harness.offered() == [next_job]
 
 
-def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know_it_yet(
+def test_a_submit_whose_disk_write_failed_raises_commit_unknown_and_is_enqueued_later(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()
@@ -80,7 +80,7 @@ def test_a_submit_that_the_disk_has_refused_is_uncertain_and_redis_does_not_know
     assert harness.state("one") is State.COMPLETED
 
 
-def test_a_job_that_comes_again_by_its_own_id_holds_one_slot(harness: Harness) -> None:
+def test_a_job_that_is_submitted_again_with_the_same_id_holds_one_slot(harness: Harness) -> None:
     """The broker delivers an unacknowledged Celery message again, with the same id."""
     harness.register(2)
     harness.submit_all([harness.a(), harness.a()])

@@ -1,4 +1,4 @@
-"""What a server has done for a worker that died is found again, and not done twice."""
+"""A run of a worker that died is found again at its server, and its work is not done twice."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def _one_run(cluster: Cluster, model: str, job_id: str) -> None:
     assert [run["job_id"] for run in cluster.runs(model)] == [job_id], "one run at the server"
 
 
-def test_a_job_that_its_server_goes_on_with_is_polled_further_by_the_next_worker(cluster: Cluster) -> None:
+def test_the_next_worker_continues_to_poll_a_job_that_its_server_still_runs(cluster: Cluster) -> None:
     (first,) = cluster.ensure_workers(1)
     model, gate = cluster.polled_model(), cluster.gate()
     job_id = cluster.submit(model, gate)
@@ -30,7 +30,7 @@ def test_a_job_that_its_server_goes_on_with_is_polled_further_by_the_next_worker
     _one_run(cluster, model, job_id)
 
 
-def test_results_that_came_while_nobody_watched_are_fetched(cluster: Cluster) -> None:
+def test_results_that_finished_without_a_living_worker_are_fetched_later(cluster: Cluster) -> None:
     (first,) = cluster.ensure_workers(1)
     models, gate = [cluster.polled_model(), cluster.model()], cluster.gate()
     ids = [cluster.submit(model, gate) for model in models]
@@ -42,7 +42,7 @@ def test_results_that_came_while_nobody_watched_are_fetched(cluster: Cluster) ->
         gate.open()
         for model in models:
             eventually(lambda model=model: cluster.runs(model), "the server has ended it")
-        assert [cluster.row(job_id).state for job_id in ids] == ["running"] * 2, "and nobody knows"
+        assert [cluster.row(job_id).state for job_id in ids] == ["running"] * 2, "no process has received the results"
     cluster.ensure_workers(1)
     for model, job_id in zip(models, ids, strict=True):
         _one_run(cluster, model, job_id)
@@ -64,8 +64,8 @@ def test_workers_that_die_before_they_have_noted_the_servers_answer_cost_no_seco
         _one_run(cluster, model, job_id)
 
 
-def test_a_server_that_has_forgotten_the_job_runs_it_again(cluster: Cluster) -> None:
-    """The refusal beside the rescues: a result that is nowhere cannot be found."""
+def test_a_job_that_its_server_has_forgotten_runs_again(cluster: Cluster) -> None:
+    """The limit of a rescue: a result that the server has lost cannot be found."""
     cluster.ensure_workers(1)
     model, gate = cluster.polled_model(), cluster.gate()
     job_id = cluster.submit(model, gate)

@@ -67,7 +67,7 @@ WAYS = [_revoke, _terminate, _terminate_by_control]
 
 
 @pytest.mark.parametrize("revoke", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_revoked_job_that_waits_is_canceled_and_holds_nobody_up(cluster: Cluster, bare: Celery, revoke: Way) -> None:
+def test_a_revoked_waiting_job_is_canceled_and_delays_no_other_job(cluster: Cluster, bare: Celery, revoke: Way) -> None:
     cluster.ensure_workers(2)
     model, gate = cluster.model(), cluster.gate()
     first = _send(bare, model, gate)

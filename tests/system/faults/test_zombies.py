@@ -31,7 +31,7 @@ def _has_given_up(worker: Process, job_id: str) -> bool:
     return any("run_ended_elsewhere" in line and job_id in line for line in worker.log.splitlines())
 
 
-def test_a_killed_workers_job_runs_again_within_seconds_at_its_own_place(cluster: Cluster) -> None:
+def test_a_killed_workers_job_runs_again_within_seconds_before_later_jobs(cluster: Cluster) -> None:
     (first,) = cluster.ensure_workers(1)
     model, gate = cluster.model(1), cluster.gate()
     job_id = cluster.submit(model, gate)
@@ -43,7 +43,7 @@ def test_a_killed_workers_job_runs_again_within_seconds_at_its_own_place(cluster
     killed = time.monotonic()
     cluster.started(job_id, 2, every_s=0.02)
 
-    assert "has died" in _lost(cluster, job_id), "nobody waited for its lease to expire"
+    assert "has died" in _lost(cluster, job_id), "the job ran again before its lease expired"
     assert time.monotonic() - killed < _RUNS_AGAIN_WITHIN_S
     gate.open()
     job = cluster.until(job_id, "completed")

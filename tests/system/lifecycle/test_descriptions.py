@@ -47,7 +47,9 @@ def _posts(there: Scripted, path: str) -> list[Seen]:
     return [seen for seen in there.seen if seen.path == path and seen.method == "POST"]
 
 
-def test_a_server_that_answers_at_once_in_its_own_words(api: HttpApi, serve: Serve) -> None:
+def test_a_synchronous_server_with_another_protocol_completes_a_job_after_a_busy_response(
+    api: HttpApi, serve: Serve
+) -> None:
     def torchserve(seen: Seen) -> Act:
         if seen.path == "/metrics":
             return answer(b"queue_length 0\n")
@@ -69,7 +71,7 @@ def test_a_server_that_answers_at_once_in_its_own_words(api: HttpApi, serve: Ser
     model, there = serve(torchserve, description=description)
     job = api.ended(api.submit(model, {"image": "x.png"}))
     assert (job["status"], job["result"]) == ("completed", {"label": "tabby", "of": "x.png"})
-    assert (job["attempts"], job["failures"]) == (1, 0), "it was busy once, which costs nothing"
+    assert (job["attempts"], job["failures"]) == (1, 0), "a busy response costs no attempt"
 
 
 def test_a_server_that_is_asked_in_several_steps(api: HttpApi, serve: Serve) -> None:
@@ -251,13 +253,13 @@ def test_a_server_that_cannot_be_asked_pushes_its_result(api: HttpApi, serve: Se
     assert 0 < int(cog.takes[0]["headers"]["x-deadline-ms"]) <= 600_000
 
 
-def test_a_push_that_never_comes_is_given_up_once_the_server_is_well_and_silent(api: HttpApi, serve: Serve) -> None:
+def test_a_run_without_a_push_is_lost_once_its_server_is_healthy_and_idle(api: HttpApi, serve: Serve) -> None:
     cog = Cog()
     description = {**COG, "callback": {**COG["callback"], "silent_s": 0.5}}
     model, there = serve(cog, description=description, poll_interval=0.1)
     job_id = api.submit(model)
     eventually(lambda: len(there.seen) > 10, "its health is asked")
-    assert api.job(job_id)["attempts"] == 1, "it is busy, so it is at it"
+    assert api.job(job_id)["attempts"] == 1, "the server is busy, so it may still run the job"
 
     cog.health = "READY"
     eventually(lambda: len(cog.takes) == 2, "it is lost, and run again")
@@ -322,7 +324,7 @@ def test_a_run_whose_submit_got_no_response_is_found_by_its_given_id(api: HttpAp
     assert [(seen.method, seen.path) for seen in there.seen] == [("POST", "/run"), ("GET", f"/status/{job_id}-1")]
 
 
-def test_a_run_that_never_came_there_is_sent_once_more(api: HttpApi, serve: Serve) -> None:
+def test_a_run_whose_request_did_not_reach_the_server_is_sent_again(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         posts = _posts(there, "/run")
         if seen.method == "POST":
@@ -413,7 +415,7 @@ def test_a_description_that_names_anothers_secret_is_refused(api: HttpApi, serve
     assert api.call("PUT", "/admin/model-configs/others", json=body).ok
 
 
-def test_a_run_goes_on_by_the_description_it_began_with_also_in_another_worker(
+def test_a_run_keeps_the_description_it_began_with_also_in_another_worker(
     stack: Stack, api: HttpApi, serve: Serve
 ) -> None:
     def says(seen: Seen) -> Act:

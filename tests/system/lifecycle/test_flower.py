@@ -1,4 +1,4 @@
-"""Flower, as `slotkeeper up` runs it: behind its password as a whole, and with every job that exists."""
+"""Flower, as `slotkeeper up` runs it: every page requires the password, and it shows every job."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def test_flower_shows_and_does_nothing_without_its_password(flower: tuple[str, t
         assert {shown["GET", path] for path in ("/", "/metrics", "/healthcheck", "/tasks", "/api/workers")} == {401}
 
 
-def test_who_knows_the_password_sees_flower(flower: tuple[str, tuple[str, str]]) -> None:
+def test_flower_is_served_to_a_client_with_the_password(flower: tuple[str, tuple[str, str]]) -> None:
     url, who = flower
     assert {_status("GET", url + path, who) for path in ("/", "/metrics", "/healthcheck", "/tasks")} == {200}
 

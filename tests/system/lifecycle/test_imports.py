@@ -1,4 +1,4 @@
-"""What the processes of an installation load: each module costs every one of them memory for as long as it runs."""
+"""The modules that the processes of an installation load: each module costs memory in every process."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def loaded(code: str, home: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_without_postgresql_nobody_loads_its_driver(process: str, tmp_path: Path) -> None:
+def test_no_process_loads_the_postgresql_driver_for_a_sqlite_database(process: str, tmp_path: Path) -> None:
     made = "make_engine(StorageSettings().sqlalchemy_url, DatabaseTimeouts())"
     engine = f"from slotkeeper.config import *; from slotkeeper.db.database import make_engine; {made}"
     assert not {"psycopg", "psycopg_binary"} & loaded(f"{PROCESSES[process]}; {engine}", tmp_path)
@@ -53,6 +53,6 @@ def test_no_process_loads_what_it_has_no_use_for(process: str, spared: set[str],
     assert not spared & loaded(PROCESSES[process], tmp_path)
 
 
-def test_a_worker_has_our_options_however_it_is_started(tmp_path: Path) -> None:
+def test_the_worker_program_has_the_options_that_slotkeeper_adds(tmp_path: Path) -> None:
     names = "print(*(param.name for param in program('worker').params))"
     assert "embedded_beat" in loaded(f"from tasks.__main__ import program; {names}", tmp_path)

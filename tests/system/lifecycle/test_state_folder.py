@@ -80,7 +80,7 @@ def test_an_open_state_folder_is_made_private(tmp_path: Path) -> None:
         assert not folder.stat().st_mode & 0o077
 
 
-def test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only(tmp_path: Path) -> None:
+def test_a_sqlite_database_and_its_wal_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     migrate.upgrade(f"sqlite:///{tmp_path / 'migrated.db'}")
     database = Database(f"sqlite:///{tmp_path / 'elsewhere.db'}")
     try:
@@ -105,7 +105,7 @@ def test_a_shared_folder_is_refused_with_a_sentence(tmp_path: Path, mode: int) -
     assert stat.S_IMODE(shared.stat().st_mode) == mode, "what is not ours is left as it is"
 
 
-def test_a_folder_of_somebody_else_is_refused_however_private_it_is(
+def test_a_folder_of_another_user_is_refused_although_it_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_private_folder(tmp_path / "made")
@@ -117,8 +117,8 @@ def test_a_folder_of_somebody_else_is_refused_however_private_it_is(
     assert make_private_folder(folder) == folder
 
 
-def test_a_sticky_folder_is_never_ours(tmp_path: Path) -> None:
-    """As root with a record in /tmp: closing it would stop everybody else."""
+def test_a_sticky_folder_is_refused_as_the_state_folder(tmp_path: Path) -> None:
+    """Example: the database of root is in /tmp.  A private /tmp would break all other users."""
     (tmp_path / "record.db").touch()
     tmp_path.chmod(0o1777)
     with pytest.raises(StateFolderNotPrivate):
@@ -134,7 +134,7 @@ def test_a_folder_of_that_name_is_left_alone_when_nothing_is_kept_there(
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_a_link_is_not_followed_to_somebodys_file(tmp_path: Path) -> None:
+def test_a_symlink_is_not_followed_to_change_the_mode_of_its_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.touch()
     target.chmod(0o644)
@@ -143,7 +143,7 @@ def test_a_link_is_not_followed_to_somebodys_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
 
 
-def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
+def test_concurrent_first_readers_get_the_same_text(tmp_path: Path) -> None:
     gate, found = threading.Barrier(8), []
 
     def ask() -> None:
@@ -156,7 +156,7 @@ def test_all_who_ask_first_get_the_same_text(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(set(found)) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["word"], "no drafts stay"
+    assert [path.name for path in tmp_path.iterdir()] == ["word"], "no temporary file is left"
 
 
 # -- the embedded Valkey's password ----------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def running(tmp_path: Path) -> Iterator[tuple[int, str, "subprocess.Popen[bytes]
         process.wait()
 
 
-def test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else(
+def test_the_embedded_valkey_serves_only_clients_with_the_password(
     running: tuple[int, str, "subprocess.Popen[bytes]"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, password, process = running
@@ -198,7 +198,7 @@ def test_the_embedded_valkey_serves_who_has_the_password_and_nobody_else(
     assert _too_open(tmp_path) == {}
 
 
-def test_before_the_first_start_and_with_a_redis_of_ones_own_there_is_no_password(
+def test_no_password_is_added_before_the_first_start_or_with_an_external_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
@@ -209,7 +209,7 @@ def test_before_the_first_start_and_with_a_redis_of_ones_own_there_is_no_passwor
 
 
 @pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:{port}/0", "redis://:hush@127.0.0.1:x{port}/0", "hush"])
-def test_an_error_about_a_redis_of_ones_own_does_not_repeat_its_password(url: str) -> None:
+def test_an_error_about_an_external_redis_does_not_repeat_its_password(url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UpError, match="SLOTKEEPER_REDIS_URL") as refused:

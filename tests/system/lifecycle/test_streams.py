@@ -84,7 +84,7 @@ class Reader:
         self._answer.close()
 
 
-def test_tokens_are_seen_while_the_server_speaks_and_the_whole_is_the_result(running):
+def test_tokens_are_streamed_during_the_run_and_the_whole_text_is_the_result(running):
     found, _ = running
     job = submit(found.url, "one two three four five six", 0.3)
     text, types = "", []

@@ -1,4 +1,4 @@
-"""`slotkeeper up`: the real processes, started, used from the command line, hurt, and stopped."""
+"""`slotkeeper up`: the real processes, started, used from the command line, killed, and stopped."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_a_jobs_events_reach_the_stream_within_a_second(running: tuple[Installat
     assert min(late_s for _, late_s in found) < 1.0, found  # Other events may be late on a busy machine.
 
 
-def test_a_killed_process_comes_back_and_jobs_go_on(running: tuple[Installation, Up]) -> None:
+def test_a_killed_process_is_restarted_and_jobs_complete_again(running: tuple[Installation, Up]) -> None:
     installation, up = running
     for name in ("worker", "valkey"):
         pid = installation.pid_of({"worker": "worker@", "valkey": "valkey-server"}[name])
@@ -255,12 +255,12 @@ def test_the_demo_ends_by_itself_when_all_has_ended_well(demo: Demo) -> None:
     assert demo.left == {}
 
 
-def test_with_keys_required_the_demo_brings_its_own(demo: Demo) -> None:
+def test_with_keys_required_the_demo_completes_and_leaves_no_tenant(demo: Demo) -> None:
     assert demo.status == 0, demo.up.printed
     assert demo.installation.ask("tenants", "list") == []
 
 
-def test_a_redis_of_ones_own_is_used_and_none_is_started(demo: Demo) -> None:
+def test_an_external_redis_is_used_and_no_valkey_is_started(demo: Demo) -> None:
     assert demo.status == 0, demo.up.printed
     assert not (demo.installation.home / "logs" / "valkey.log").exists()
     refused = demo.installation.run("up", "--no-demo")

@@ -1,4 +1,4 @@
-"""Nodes through real processes: from the token to the result, through cuts, restarts and lies."""
+"""Nodes as real processes: from the token to the result, with disconnects, restarts and false messages."""
 
 import json
 import signal
@@ -55,7 +55,7 @@ def test_a_job_runs_on_a_node_that_no_worker_can_reach(api: HttpApi, gateway: Ga
     assert job["job_id"] in api.stack.run([SLOTKEEPER, "verify", str(tmp_path / "bundle.json")])
 
 
-def test_a_job_waits_for_a_node_and_says_so(api: HttpApi, gateway: Gateway) -> None:
+def test_a_job_that_waits_for_a_paused_node_names_the_pause_and_its_reason(api: HttpApi, gateway: Gateway) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port).started()
     node.command("pause", "--reason", "a game")
@@ -152,7 +152,7 @@ def test_a_killed_worker_leaves_a_run_that_the_next_one_resumes(api: HttpApi, ga
     assert node.count_runs() == 1
 
 
-def test_a_large_result_comes_by_the_status_and_is_signed(api: HttpApi, gateway: Gateway) -> None:
+def test_a_large_result_is_received_through_the_status_request_and_is_signed(api: HttpApi, gateway: Gateway) -> None:
     _serve(api)
     HomeNode(api, "attic", gateway.port, zimg={"function": "slotkeeper.serve.demo:zimg"}).started()
     HomeNode(api, "cellar", gateway.port, big={"function": "tests.system.nodes.models:big"}).started()
@@ -164,7 +164,7 @@ def test_a_large_result_comes_by_the_status_and_is_signed(api: HttpApi, gateway:
     assert api.call("GET", f"/queue/jobs/{job['job_id']}/envelope").ok
 
 
-def test_a_revoked_node_is_disconnected_and_does_not_come_back(api: HttpApi, gateway: Gateway) -> None:
+def test_a_revoked_node_is_disconnected_and_does_not_reconnect(api: HttpApi, gateway: Gateway) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port).started()
     assert api.call("POST", "/nodes/attic/revoke", json={}).ok
@@ -224,7 +224,7 @@ def test_one_node_alone_cannot_refuse_a_job(api: HttpApi, gateway: Gateway) -> N
 
 
 @pytest.mark.parametrize("lie", ["final_error", "final_end"])
-def test_one_node_alone_ends_no_job_however_it_says_so(api: HttpApi, gateway: Gateway, lie: str) -> None:
+def test_a_final_error_of_a_single_node_does_not_end_the_job(api: HttpApi, gateway: Gateway, lie: str) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port)
     node.lie = lie

@@ -123,7 +123,7 @@ def test_wrong_input_is_one_sentence_and_status_2(words, says):
     assert done.stderr.strip().endswith(error)
 
 
-def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
+def test_the_jobs_of_yesterday_are_simulated_from_the_database(sqlite_url, monkeypatch):
     yesterday = now_ms() // 86_400_000 * 86_400_000 - 43_200_000
     record = Database(sqlite_url)
     Catalog(record).register("zimg", "gpu1", "http://127.0.0.1:9/", 1, yesterday)
@@ -141,14 +141,14 @@ def test_yesterday_is_played_from_the_record(sqlite_url, monkeypatch):
     assert two["waits"]["longest"] == 9 * 8
 
 
-def test_a_record_that_is_not_there_is_not_made(tmp_path, monkeypatch):
+def test_a_missing_database_is_not_created(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "absent"))
     done = run("--from-record", "yesterday")
     assert done.exit_code == 2 and "There is no record at" in done.stderr
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_record_without_a_schema_says_what_to_do(tmp_path, monkeypatch):
+def test_a_database_without_a_schema_is_refused_with_the_migrate_command(tmp_path, monkeypatch):
     (tmp_path / "record.db").touch()
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path))
     done = run("--from-record", "yesterday")
@@ -189,13 +189,13 @@ class Dying:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_that_comes_while_an_object_is_destroyed_is_not_lost():
+def test_an_interrupt_during_the_destruction_of_an_object_is_not_lost():
     with pytest.raises(KeyboardInterrupt), _no_interrupt_lost():
         Dying()
         until(lambda: False, "the interrupt")
 
 
-def test_an_interrupt_that_is_to_come_again_ends_nothing_but_the_simulation():
+def test_the_timer_that_repeats_an_interrupt_is_removed_after_the_simulation():
     handler = signal.getsignal(signal.SIGALRM)
     with suppress(KeyboardInterrupt), _no_interrupt_lost():
         Dying()

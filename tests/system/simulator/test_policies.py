@@ -85,7 +85,7 @@ def shares(jobs: Sequence[Job], until_ms: int, weight: Callable[[str], float]) -
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_fair_shares_are_equal_however_unequal_the_demand(play, weighted):
+def test_fair_shares_are_equal_per_weight_although_the_demand_is_unequal(play, weighted):
     tenants = 30
     weights = {f"t{n}": float(1 + n % 4) for n in range(1, tenants + 1)} if weighted else {}
     arrivals = unequal(3, tenants, least=90 if weighted else 40)
@@ -120,14 +120,14 @@ def quiet_p99_s(jobs: Sequence[Job]) -> float:
     return percentile(sorted(job.wait_ms for job in jobs if job.tenant == "t0"), 0.99) / 1000
 
 
-def test_fair_a_quiet_tenant_does_not_feel_how_long_anothers_backlog_is(play):
+def test_under_fair_a_quiet_tenants_wait_does_not_depend_on_another_tenants_backlog(play):
     small, large = (quiet_p99_s(play(beside_a_backlog(backlog, 200)).jobs) for backlog in (200, 5_000))
     assert large == pytest.approx(small, rel=0.1)
     assert large < 2
 
 
 @pytest.mark.parametrize(("policy", "late"), [("fifo", 1), ("edf", 0)])
-def test_with_edf_jobs_start_by_their_deadlines_of_which_one_is_late_in_order_of_arrival(play, policy, late):
+def test_edf_starts_jobs_by_deadlines_of_which_fifo_misses_one(play, policy, late):
     arrivals = [at(0), *(at(1, deadline_ms=T0 + within_s * SECOND) for within_s in (32, 22, 12))]
     outcome = play(a_scenario(arrivals, a_catalog(policy=policy)))
     assert summarize(outcome).late == late

@@ -1,4 +1,4 @@
-"""What a simulation does: every job once, every slot one at a time, the same again by the same seed."""
+"""A simulation runs every job once and one job at a time in each slot; the same seed gives the same outcome."""
 
 import heapq
 from collections import defaultdict
@@ -96,7 +96,7 @@ def test_what_an_outage_breaks_off_goes_back_to_its_place_and_runs_again(play):
     assert [job.lost_ms for job in jobs] == [4000, 0, 0]
 
 
-def test_during_an_outage_the_other_servers_go_on(play):
+def test_during_an_outage_the_jobs_run_on_the_other_servers(play):
     outage = Outage("gpu1", T0 + 4 * SECOND, T0 + 1000 * SECOND)
     arrivals = [at(0, 10), at(0, 10), at(0, 10)]
     jobs = play(a_scenario(arrivals, a_catalog(servers=2, policy="fifo"), outages=[outage])).jobs
@@ -109,7 +109,7 @@ def test_outages_of_one_server_that_touch_are_one(play):
     assert starts(play(a_scenario([at(0, 10)], outages=outages)).jobs) == [40]
 
 
-def test_a_job_that_no_server_serves_never_starts_and_keeps_nobody(play):
+def test_a_job_that_no_server_serves_never_starts_and_delays_no_other_job(play):
     lonely = {"flux": Model("flux", "zimg", {}, ModelConfig())}
     catalog = replace(a_catalog(), models={**a_catalog().models, **lonely})
     jobs = play(a_scenario([at(0, model="flux"), at(1), at(2)], catalog)).jobs
@@ -132,7 +132,7 @@ def test_a_server_with_many_slots_fills_up(play):
     assert sorted(starts(jobs)) == [0] * 1000 + [5] * 1000 + [10] * 500
 
 
-def test_nothing_comes_of_nothing(play):
+def test_a_simulation_without_arrivals_has_no_jobs(play):
     assert play(a_scenario([])).jobs == ()
 
 

@@ -83,7 +83,7 @@ def postgres_or_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         server.drop(url)
 
 
-def test_an_upgraded_record_takes_a_job(empty_url):
+def test_an_upgraded_database_accepts_a_job(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
     job = a_queued_job(JobStore(database))
@@ -114,7 +114,7 @@ def test_several_processes_may_upgrade_at_once(empty_url):
     assert migrate.check(empty_url) is None
 
 
-def test_who_upgrades_waits_for_another_who_does(empty_url, monkeypatch):
+def test_an_upgrade_waits_for_a_concurrent_upgrade_for_a_limited_time(empty_url, monkeypatch):
     monkeypatch.setattr(migrate, "_PATIENCE_S", 0.0)
     with migrate._alone(empty_url), pytest.raises(DatabaseUnavailable, match="Another process"):
         migrate.upgrade(empty_url)
@@ -169,7 +169,7 @@ def test_the_check_of_an_old_schema_names_the_migrate_command(empty_url, tmp_pat
 
 
 @pytest.mark.parametrize("change", ["RENAME COLUMN tenant TO tenant_of_later", "RENAME TO jobs_of_later"])
-def test_a_process_that_is_newer_than_the_schema_refuses_and_says_to_migrate(empty_url, change):
+def test_a_process_that_is_newer_than_the_schema_raises_an_error_that_names_the_migration(empty_url, change):
     migrate.upgrade(empty_url)
     engine = create_engine(empty_url)
     with engine.begin() as connection:
@@ -185,7 +185,7 @@ def test_a_process_that_is_newer_than_the_schema_refuses_and_says_to_migrate(emp
 
 
 @pytest.mark.parametrize("statement", ["SELEC 1", "SELECT no_such_function()"])
-def test_a_statement_that_is_wrong_is_not_taken_for_an_old_schema(empty_url, statement):
+def test_an_invalid_statement_is_not_reported_as_an_old_schema(empty_url, statement):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
     with pytest.raises(Exception) as failed, database.read() as connection:
@@ -292,7 +292,7 @@ def test_a_copied_key_of_the_release_before_still_opens(empty_url):
     database.close()
 
 
-def test_after_going_back_the_release_before_knows_a_key_of_each_tenant(empty_url):
+def test_after_a_downgrade_the_previous_release_has_the_first_key_of_each_tenant(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
     for name, scopes in (("ops", {Scope.OPERATE}), ("acme", FIRST_SCOPES)):
@@ -359,7 +359,7 @@ def _schema(url: str) -> Any:
         engine.dispose()
 
 
-def test_going_to_a_schema_that_this_release_does_not_know_is_refused(empty_url, a_later_step):
+def test_a_migration_to_an_unknown_schema_is_refused(empty_url, a_later_step):
     migrate.upgrade(empty_url)
     known = ", ".join([*sorted(_KNOWN), "9999"])
     with pytest.raises(Conflict, match=f"does not know the schema 1234; it knows {known}\\."):
@@ -416,7 +416,7 @@ def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, store
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database " * 500])
-def test_what_is_no_record_is_left_to_the_migration_and_stays_as_it_is(tmp_path, content):
+def test_a_file_without_a_database_is_not_current_and_is_not_changed(tmp_path, content):
     file = tmp_path / "record.db"
     if content is not None:
         file.write_bytes(content)
@@ -431,7 +431,7 @@ def test_a_file_that_cannot_be_written_now_is_left_to_the_migration(sqlite_url, 
 
 
 @pytest.mark.parametrize("url", ["postgresql://nobody@/record", "sqlite:///record.db", "sqlite://"])
-def test_a_record_elsewhere_is_left_to_the_migration(url):
+def test_a_database_that_is_no_file_with_an_absolute_path_is_not_current(url):
     assert not revisions.is_current(url)
 
 
@@ -479,12 +479,12 @@ def test_the_connection_that_migrates_waits_no_longer_than_the_one_that_looks(_e
     assert given == ["5", "5"]  # the lock's, and the one of the steps
 
 
-def test_a_record_in_memory_is_refused():
+def test_an_in_memory_database_is_refused():
     with pytest.raises(ValueError, match="name a file"):
         migrate.upgrade("sqlite://")
 
 
-def test_a_folder_named_migrations_where_the_user_stands_is_not_mistaken_for_ours(tmp_path, monkeypatch):
+def test_a_folder_named_migrations_in_the_working_directory_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "migrations").mkdir()
     (tmp_path / "migrations" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -500,7 +500,7 @@ def test_a_percent_sign_in_the_url_is_no_placeholder(tmp_path):
     assert Path(make_url(url).database).exists()
 
 
-def test_a_new_sqlite_record_is_in_wal_mode_from_the_start(tmp_path):
+def test_a_new_sqlite_database_is_in_wal_mode_from_the_start(tmp_path):
     # Switching later can fail with "locked" when two processes do it at the same moment.
     url = f"sqlite:///{tmp_path / 'record.db'}"
     migrate.upgrade(url)

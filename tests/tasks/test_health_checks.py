@@ -1,4 +1,4 @@
-"""Which servers maintenance asks for their health, and that none of them holds up another."""
+"""The servers that maintenance checks, and that no server delays the check of another."""
 
 import asyncio
 import threading
@@ -103,7 +103,7 @@ def make_checks() -> Iterator[Callable[[Any], HealthChecks]]:
         checks.close()
 
 
-def test_servers_that_hang_do_not_hold_up_the_reports_of_others(
+def test_servers_that_hang_do_not_delay_the_reports_of_others(
     gate: Gate, make_checks: Callable[[Any], HealthChecks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check(target: HealthTarget, _: object) -> ServerReport:
@@ -125,7 +125,7 @@ def test_servers_that_hang_do_not_hold_up_the_reports_of_others(
     assert checks.start([_target("new")])["new"].result(10).up
 
 
-def test_a_server_is_asked_once_at_a_time_and_its_error_is_its_own(
+def test_a_server_has_one_check_at_a_time_and_its_error_affects_no_other_server(
     gate: Gate, make_checks: Callable[[Any], HealthChecks]
 ) -> None:
     async def check(target: HealthTarget, _: object) -> ServerReport:

@@ -1,4 +1,4 @@
-"""Who submits a job by Celery."""
+"""The identity of a client that submits a job through Celery."""
 
 from collections.abc import Iterator
 
@@ -129,14 +129,14 @@ def _publish(headers: dict[str, str]) -> None:
     before_task_publish.send(sender="any.task", headers=headers)
 
 
-def test_a_key_submits_for_its_own_tenant_and_one_that_operates_for_all() -> None:
+def test_a_key_submits_only_for_its_tenant_and_an_operator_key_for_all_tenants() -> None:
     assert ACME.tenant_of_job(None) == ACME.tenant_of_job("acme") == "acme"
     with pytest.raises(InvalidJob, match="may not submit for 'bravo'"):
         ACME.tenant_of_job("bravo")
     assert Identity(Tenant("ops"), "k3", frozenset({Scope.OPERATE})).tenant_of_job("bravo") == "bravo"
 
 
-def test_a_key_is_looked_up_once_a_second(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_read_from_the_database_once_a_second(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(identity.time, "monotonic", lambda: now[0])
     key, keys = add_key(database, "acme"), ApiKeys(database)

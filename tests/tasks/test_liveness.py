@@ -162,7 +162,7 @@ def test_a_process_has_started_when_its_file_exists(api: Api) -> None:
     report.end()
 
 
-def test_a_process_has_started_although_the_clock_is_set(api: Api) -> None:
+def test_a_process_has_started_although_its_process_file_is_old(api: Api) -> None:
     report = ProcessReport("web", services.processes(), dict)
     report.start_reporting()
     report.report()

@@ -22,7 +22,7 @@ def test_a_wake_up_carries_its_offer():
     assert offer_messages.read_offer("j1", ["zimg"], _headers()) == OFFER
 
 
-def test_an_offer_from_the_wire_is_open_whatever_it_says_of_its_owner():
+def test_an_offer_in_a_message_is_open_although_the_message_names_an_owner():
     """The message cannot claim an offer; only the lease in Redis names the owner."""
     message = offer_messages.build_message(replace(OFFER, owner="worker/1"), 0)
     assert "owner" not in message.headers[OFFER_HEADER]

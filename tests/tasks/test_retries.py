@@ -97,7 +97,7 @@ def test_retry_jitter_decides_whether_the_waits_are_spread(harness: Harness, mon
     assert {countdown_s(0, with_task_options(CONFIG)) for _ in range(100)} == {1.0} and _wait_s(harness) == 1.0
 
 
-def test_what_the_model_sets_comes_before_what_the_task_says(
+def test_the_retry_options_of_the_model_override_those_of_the_task(
     harness: Harness, without_jitter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("retry_backoff", "retry_backoff_max", "max_retries"):
@@ -217,5 +217,5 @@ def test_the_second_stream_without_an_end_makes_a_job_dead_and_a_second_cut_does
     assert _second_reason(harness, *outcomes) is second
 
 
-def test_a_readable_error_is_retried_although_it_is_the_same(harness: Harness) -> None:
+def test_a_readable_error_is_retried_although_it_repeats(harness: Harness) -> None:
     assert _second_reason(harness, FAULT, FAULT) is Reason.SERVER_ERROR

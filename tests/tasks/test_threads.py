@@ -134,7 +134,7 @@ def test_a_work_queue_hands_over_what_waits_in_order_and_in_batches() -> None:
     assert batches == [[0], [1, 2, 3], [4]]
 
 
-def test_a_work_queue_goes_on_after_an_error() -> None:
+def test_a_work_queue_continues_after_an_error() -> None:
     handled = list[str]()
 
     def handle(items: list[str]) -> None:

@@ -83,7 +83,7 @@ def test_what_does_not_is_refused_and_never_whole(content_type: str) -> None:
 
 
 @pytest.mark.parametrize("content_type", ["application/x-other", "other"])
-def test_what_knows_no_bound_is_refused(content_type: str) -> None:
+def test_a_decompressor_without_a_bound_is_refused(content_type: str) -> None:
     with pytest.raises(transport.DecompressedTooLarge):
         _decode(b"[]", content_type)
 

@@ -405,7 +405,7 @@ def idle_relay(database, store, valkey, monkeypatch) -> Iterator[Relay]:
     assert not thread.is_alive()
 
 
-def test_a_relay_that_rests_publishes_what_is_written(database, store, valkey, idle_relay):
+def test_an_idle_relay_publishes_new_events(database, store, valkey, idle_relay):
     for _ in range(2):
         an_ended_job(store)
         eventually(lambda: Reader(valkey).ids() == all_ids(database))

@@ -157,7 +157,7 @@ def test_the_run_of_a_job_is_not_read_from_the_database_if_its_start_was_publish
     assert events[-1]["hostname"] == "worker@host"
 
 
-def test_nothing_is_published_for_a_second_after_a_message_that_nobody_received(
+def test_publishing_pauses_for_a_second_after_a_message_without_a_receiver(
     app: Celery, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0

@@ -198,7 +198,7 @@ def send(sender: WebhookSender, url: str):
 
 
 @pytest.mark.parametrize(("url", "reason"), URLS, ids=[f"{why} {i}" for i, (_, why) in enumerate(URLS)])
-def test_a_url_that_leads_inside_is_refused_before_anything_is_looked_up(network, sender, url, reason):
+def test_a_url_with_an_internal_address_is_refused_before_any_dns_lookup(network, sender, url, reason):
     problem = check_url(url)
     assert problem, reason
     assert "\n" not in problem and problem.endswith("."), "the error is one sentence"
@@ -259,7 +259,7 @@ def test_a_name_with_a_public_address_is_connected_to(network, sender, answers):
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_name_is_looked_up_once_so_that_a_second_answer_cannot_rebind_it(network, sender, scheme):
+def test_a_name_is_resolved_once_so_that_a_second_response_cannot_rebind_it(network, sender, scheme):
     network.answers = [["8.8.8.8"], ["127.0.0.1"]]
     send(sender, f"{scheme}://rebind.attacker.test/")
     assert network.lookups == ["rebind.attacker.test"]

@@ -364,7 +364,7 @@ def test_a_response_above_4_mib_that_is_not_json_is_a_bad_answer(start_server):
     assert server.submit(make_call()).code == "bad_answer"
 
 
-def test_busy_comes_with_the_retry_after_of_the_server(start_server):
+def test_a_busy_outcome_has_the_retry_after_of_the_server(start_server):
     server, _ = start_server(always(answer({"error": "full"}, 503, Retry_After="7")))
     outcome = server.submit(make_call())
     assert (outcome.kind, outcome.retry_after_s) == (OutcomeKind.BUSY, 7.0)
@@ -421,7 +421,7 @@ def test_a_connection_refused_after_an_exchange_is_unreachable(scripted, ours):
     assert ours(refused_url()).submit(make_call()).kind is OutcomeKind.UNREACHABLE
 
 
-def test_half_read_answers_do_not_spoil_the_next_one(start_server):
+def test_a_partly_read_response_does_not_affect_the_next_request(start_server):
     server, _ = start_server(lambda seen: answer(b"x" * 5000 if seen.json else DONE), max_response_bytes=1000)
     assert server.submit(make_call(payload=1)).code == "answer_too_large"
     assert server.submit(make_call(payload=0)).kind is OutcomeKind.DONE
@@ -569,7 +569,7 @@ def test_health_is_down_if_the_connection_is_refused(ours):
     assert ours(refused_url()).health().kind is HealthKind.DOWN
 
 
-def test_health_is_busy_if_the_response_comes_too_late(start_server):
+def test_health_is_busy_if_the_response_arrives_too_late(start_server):
     server, http_server = start_server(lambda _: lambda _: http_server.stopped.wait(), describe(health={"read_s": 0.1}))
     health = server.health()
     assert (health.kind, health.active_jobs, health.job_ids) == (HealthKind.BUSY, None, None)

@@ -134,7 +134,7 @@ def test_every_conversation_belongs_to_a_preset():
 
 
 @every_preset
-def test_a_recorded_body_that_begins_like_json_is_json(name):
+def test_a_recorded_body_that_begins_like_json_is_valid_json(name):
     """A typing mistake in it would be tested as an unreadable response."""
     for exchange in read_conversation(name)["exchange"]:
         for _line, _status, body, *_ in exchange["wire"]:

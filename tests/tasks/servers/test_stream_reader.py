@@ -65,7 +65,7 @@ def kind_and_code(found: Any) -> tuple[OutcomeKind, str]:
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_events_are_found_however_the_bytes_are_split(line_end: bytes, size: int, outcome):
+def test_events_are_parsed_from_bytes_that_are_split_anywhere(line_end: bytes, size: int, outcome):
     text = b": a comment\nid: 7\n" + data(delta("Hel"), delta("lo ×"), b"[DONE]")
     text = text.replace(b"\n", line_end)
     found = outcome(chunks(*(text[n : n + size] for n in range(0, len(text), size))), OPENAI)
@@ -106,12 +106,12 @@ LISTED: dict[str, Any] = {"frames": "lines", "piece": "/n", "join": "list", "end
 RAW_TEXT: dict[str, Any] = {"frames": "raw", "join": "text", "ends_by": "length"}
 
 
-def test_raw_text_is_complete_however_its_characters_are_split(outcome):
+def test_raw_text_is_complete_although_its_characters_are_split(outcome):
     text = "größer".encode()
     assert outcome(chunks(*(bytes([one]) for one in text), kind=RAW), RAW_TEXT).result == "größer"
 
 
-def test_kept_values_stand_beside_the_text(outcome):
+def test_the_result_contains_the_text_and_the_kept_values(outcome):
     keep = {"usage": "/usage", "finish_reason": "/choices/0/finish_reason"}
     last = b'{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":null}'
     usage = b'{"choices":[],"usage":{"total_tokens":3}}'
@@ -338,7 +338,7 @@ def test_a_stream_that_lies_costs_what_it_should(
     assert kind_and_code(found) == expected
 
 
-def test_heartbeats_end_with_the_longest_silence(scripted, loop):
+def test_a_stream_of_heartbeats_alone_times_out_after_the_longest_silence(scripted, loop):
     http_server = scripted(lambda _seen: drip(b": still here\n\n", BEGUN))
     session = ServerSession(ServerAdapter(http_server.url, describe({**OPENAI, "silent_s": 0.2})), loop.http)
     began = time.monotonic()
@@ -373,7 +373,7 @@ def test_a_value_that_is_nested_too_deep_fails(outcome):
     assert kind_and_code(outcome(chunks(deep, kind=LINES), LISTED)) == (OutcomeKind.FAILED, "answer_too_deep")
 
 
-def test_a_run_can_go_on_after_its_stream_only_if_it_is_polled(scripted, ours):
+def test_a_run_can_continue_after_its_stream_only_if_it_is_polled(scripted, ours):
     stream = {"rules": [{"if": {"pointer": "/status", "value": "processing"}, "then": "end"}]}
     answered = chunks(data(b'{"status":"processing","job_id":"r1"}'))
     http_server = scripted(lambda _seen: answered)

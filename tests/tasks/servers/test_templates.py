@@ -219,7 +219,7 @@ def test_a_value_that_json_cannot_represent_fails_the_job(value):
         ("/gpu7", "{{endpoint}}/status/{{id}}", "/gpu7/status/srv%2F7"),
     ],
 )
-def test_a_path_can_go_on_from_the_registered_endpoint(endpoint, template, filled):
+def test_a_path_template_can_extend_the_registered_endpoint(endpoint, template, filled):
     values = make_values()
     values.endpoint = endpoint
     assert PathTemplate(template, JOB_SOURCES).fill(values) == filled

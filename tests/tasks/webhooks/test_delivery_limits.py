@@ -32,13 +32,13 @@ def test_a_receiver_has_several_concurrent_deliveries_until_one_fails() -> None:
     assert not limits.may_send("good", "one")
 
 
-def test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new() -> None:
+def test_silent_receivers_of_one_tenant_leave_capacity_for_a_new_receiver_of_another() -> None:
     limits = DeliveryLimits()
     assert len(_fill(limits, 1000, "greedy")) == MAX_IN_GROUP[LimitGroup.UNPROVEN] // 2
     assert not limits.may_send("new", "greedy") and limits.may_send("new", "modest")
 
 
-def test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new() -> None:
+def test_silent_receivers_of_many_tenants_leave_capacity_for_a_new_receiver() -> None:
     limits = DeliveryLimits()
     shares = [len(_fill(limits, 1000, f"greedy{n}", f"silent{n}-")) for n in range(5)]
     assert limits.may_send("new", "modest") and sum(shares) < MAX_IN_GROUP[LimitGroup.UNPROVEN]

@@ -61,7 +61,7 @@ def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
 
 
 @sqlite
-def test_a_bare_message_waits_for_the_database_and_is_recorded_once(
+def test_a_bare_message_waits_for_the_database_and_its_job_is_stored_once(
     harness: Harness, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()

@@ -131,13 +131,13 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("description", [GIVEN, CALLBACK])
-def test_an_id_that_we_give_is_in_the_record_before_the_request_is_sent(description):
+def test_a_given_id_is_stored_before_the_request_is_sent(description):
     session = FakeSession(description, submit=[DONE])
     assert _run_call(session) == (DONE, ["j-1 after 0"])
 
 
-def test_an_id_that_we_give_is_forgotten_if_the_request_is_not_sent():
-    """The next run on that server would ask for it, and the answer that there is none would cost a crash."""
+def test_a_given_id_is_deleted_if_the_request_is_not_sent():
+    """The next run on that server would request its status, and the response "unknown" would count a crash."""
     stored: list[str | None] = []
     store = FakeRunStore(lambda remote_id: stored.append(remote_id) or True)
     store.is_held = False
@@ -271,7 +271,7 @@ def test_the_payload_is_kept_for_status_requests_that_use_it(description, payloa
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on(keeps):
+def test_a_slot_is_freed_before_its_result_is_stored_only_if_the_server_keeps_the_result(keeps):
     decision = decide(_run(), DONE, ModelConfig(), SETTINGS, now_ms(), canceling=False, server_keeps_result=keeps)
     assert decision.frees_slot_first is keeps
 

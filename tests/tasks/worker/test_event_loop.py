@@ -213,7 +213,7 @@ def test_a_run_receives_the_error_of_its_first_commit(worker_loop: WorkerLoop, d
 
 
 @pytest.mark.parametrize("write", [Write(lambda tx: None, durable=False), Write(lambda tx: None, is_urgent=True)])
-def test_a_write_for_which_a_slot_stands_idle_is_not_delayed(worker_loop: WorkerLoop, write: Write[None]) -> None:
+def test_a_write_that_an_idle_slot_waits_for_is_not_delayed(worker_loop: WorkerLoop, write: Write[None]) -> None:
     delayed: list[Any] = []
     worker_loop._delayed.commit = delayed.append  # type: ignore[assignment,method-assign]
     ended = threading.Event()

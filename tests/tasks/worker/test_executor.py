@@ -71,7 +71,7 @@ def test_a_database_that_is_down_when_a_server_accepts_the_job_costs_no_attempt(
 
 
 @pytest.mark.parametrize("method", ["settle_write", "remote_id_write"])
-def test_a_record_that_stays_away_ends_nothing_and_is_held_against_nobody(harness, worker, server, monkeypatch, method):
+def test_a_long_database_outage_ends_no_run_and_counts_no_crash(harness, worker, server, monkeypatch, method):
     """The worker stops at last: the lease expires, and another worker resumes the job."""
     monkeypatch.setattr(worker_run, "_STOP_LIMIT_S", 0.0)
     harness.register(model_type="async", poll_interval=0.001)
@@ -134,7 +134,9 @@ def _clock_was_set(*_: object) -> Any:
 # -- the slot does not wait for the database --------------------------------------------------------------------
 
 
-def test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record(harness, worker, server, monkeypatch):
+def test_a_slot_is_released_after_the_servers_response_without_a_wait_for_the_database(
+    harness, worker, server, monkeypatch
+):
     harness.register()
     first, second = harness.submit(), harness.submit()
     server.answers, commit = [DONE, DONE], RetryingIo.commit
@@ -177,7 +179,7 @@ def test_a_large_result_is_read_and_written_outside_the_loop(harness, worker, se
     "outcome",
     [FAULT, Outcome(OutcomeKind.BUSY), Outcome(OutcomeKind.RETRY, code="timed_out", server_still_running=True)],
 )
-def test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record(
+def test_a_slot_of_a_requeued_job_or_a_busy_server_is_released_after_the_database_commit(
     harness, worker, server, monkeypatch, outcome
 ):
     harness.register()

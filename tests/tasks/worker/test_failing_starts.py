@@ -69,7 +69,7 @@ def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_
 
 @pytest.mark.parametrize("deliver", ["start", "start_claimed"])
 @sqlite
-def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_has_looked(
+def test_a_job_whose_start_may_have_been_stored_keeps_its_lease_until_the_reaper_checks_it(
     harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, deliver: str
 ) -> None:
     """The stopping worker cannot read the state.  A requeued job would be queued and running, and its slot free."""
@@ -141,7 +141,7 @@ def test_a_job_whose_start_was_not_stored_returns_to_its_place_in_the_queue(
 
 
 @sqlite
-def test_a_worker_leaves_a_job_that_another_worker_started_while_its_own_start_was_unknown(
+def test_a_worker_releases_a_job_that_another_worker_started_while_its_own_start_was_unknown(
     harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register(2)
@@ -159,7 +159,7 @@ def test_a_worker_leaves_a_job_that_another_worker_started_while_its_own_start_w
 
 @pytest.mark.parametrize("failing_step", ["claim", "write"])
 @sqlite
-def test_an_error_that_nobody_foresaw_costs_neither_the_job_nor_its_place_in_the_worker(
+def test_an_unexpected_error_at_a_start_loses_neither_the_job_nor_capacity_of_the_worker(
     harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, failing_step: str
 ) -> None:
     """Example: a migration changes the tables while the worker uses them."""
@@ -197,7 +197,7 @@ def test_a_worker_accepts_no_more_offers_than_it_has_free_places(harness: Harnes
 
 
 @sqlite
-def test_a_run_whose_end_fails_as_nobody_foresaw_gives_its_place_back(
+def test_an_unexpected_error_at_the_end_of_a_run_frees_its_capacity_in_the_worker(
     harness: Harness, completing_worker: CompletingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()
@@ -289,7 +289,7 @@ def test_a_run_whose_first_call_another_worker_made_keeps_its_slot_where_it_is_n
 
 
 @sqlite
-def test_a_lease_is_kept_while_its_start_is_being_stored_however_long_that_takes(
+def test_a_lease_is_kept_while_its_start_is_stored_slowly(
     harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a slow disk would cause a crash of each delayed job, and a second run."""

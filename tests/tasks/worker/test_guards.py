@@ -39,7 +39,7 @@ def test_no_maintenance_task_ends_a_healthy_run_of_twenty_minutes(harness):
 
 
 @pytest.mark.parametrize(("max_poll_time", "left_s"), [(1200, 540), (660, 0), (60, 0), (7200, 6540)])
-def test_a_run_may_take_as_long_as_its_own_model_allows(harness, monkeypatch, max_poll_time, left_s):
+def test_a_run_may_take_as_long_as_its_model_allows(harness, monkeypatch, max_poll_time, left_s):
     harness.register(max_poll_time=max_poll_time)
     harness.submit()
     task = harness.start()
@@ -61,7 +61,7 @@ def test_a_job_that_waits_for_a_year_is_not_removed(harness):
     ]
 
 
-def test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed(harness):
+def test_job_3_the_ledger_balances_after_duplicate_submits_and_removal_of_old_jobs(harness):
     harness.register()
     for _ in range(2):
         harness.submit(id="twice")

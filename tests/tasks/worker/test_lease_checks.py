@@ -108,7 +108,7 @@ def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_
     _assert_completes(harness, server, job_id, attempt=2)
 
 
-def test_a_lease_that_came_back_beside_another_is_not_used_for_a_first_request(
+def test_a_lease_that_is_restored_beside_another_is_not_used_for_a_first_request(
     harness: Harness,
     worker: Worker,
     server: FakeServer,

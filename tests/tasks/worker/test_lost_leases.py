@@ -54,7 +54,7 @@ def _start_run(harness: Harness, worker: Worker) -> tuple[ActiveRun, LeaseWatch]
     return active, watch
 
 
-def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(harness, worker):
+def test_a_lease_that_redis_lost_is_written_again_and_the_run_continues(harness, worker):
     harness.register()
     job_id = harness.submit()
     active, watch = _start_run(harness, worker)
@@ -66,7 +66,7 @@ def test_a_lease_that_redis_lost_is_written_again_and_the_run_goes_on(harness, w
     assert harness.settle(active).moved is not None and harness.free() == 1
 
 
-def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_slot_next(harness, worker):
+def test_a_run_whose_slot_was_reassigned_continues_and_holds_the_slot_after_the_other_run(harness, worker):
     """The server still runs the older one and can refuse the newer; the outcomes of both are stored."""
     harness.register()
     first, second, third = (harness.submit() for _ in range(3))
@@ -86,7 +86,7 @@ def test_a_run_whose_slot_was_given_away_meanwhile_goes_on_beside_and_has_the_sl
     assert [harness.job(job_id).crashes for job_id in (first, second, third)] == [0, 0, 0]
 
 
-def test_a_lease_that_another_has_by_now_is_lost(harness, worker):
+def test_a_lease_is_lost_if_another_worker_has_the_job(harness, worker):
     harness.register()
     harness.submit()
     active, watch = _start_run(harness, worker)
@@ -255,7 +255,7 @@ def test_a_run_that_ends_while_its_lease_is_written_again_leaves_none(harness, w
     assert harness.run_all() == [second] and harness.queue.taken() == {}
 
 
-def test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease(harness, worker, monkeypatch):
+def test_a_run_that_ends_while_its_queue_is_rebuilt_leaves_no_lease(harness, worker, monkeypatch):
     harness.register()
     first, second = harness.submit(), harness.submit()
     active = harness.start("w1")
@@ -314,7 +314,7 @@ def test_a_resumed_run_that_began_while_its_queue_was_rebuilt_is_offered_in_its_
     assert harness.store.list_running() == [] and harness.queue.lease_of(first)["owner"] == ""
 
 
-def test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone(harness, worker, monkeypatch):
+def test_a_run_that_is_handed_back_while_its_queue_is_rebuilt_is_offered_only_in_its_slot(harness, worker, monkeypatch):
     harness.register(1, server="z")
     job_id = harness.submit()
     active = harness.start("w1")

@@ -115,7 +115,7 @@ def test_the_first_poll_claims_jobs_that_are_not_offered_yet(harness: Harness, w
 
 
 @sqlite
-def test_a_worker_takes_no_more_than_it_has_room_for_and_the_oldest_of_it(
+def test_a_worker_starts_no_more_jobs_than_its_capacity_and_the_oldest_first(
     harness: Harness, worker: StartOnlyWorker
 ) -> None:
     harness.register(5)

@@ -64,7 +64,7 @@ def test_a_run_at_another_server_is_sent_to_the_address_of_that_server(store: Jo
 @pytest.mark.parametrize(
     "why", [Reason.FINISHED, Reason.SERVER_LOST, Reason.SERVER_UNREACHABLE, Reason.CANCEL_REQUESTED]
 )
-def test_the_address_is_forgotten_when_the_run_is_over(store: JobStore, why: Reason) -> None:
+def test_the_stored_address_of_a_run_is_deleted_at_its_end(store: JobStore, why: Reason) -> None:
     job_id = a_queued_job(store).id
     _start(store, job_id, "http://user:password@gpu:1/run")
     store_end(store, job_id, 1, why, T0, result="1" if why is Reason.FINISHED else None, error=JobError("said", "so"))
@@ -111,13 +111,13 @@ def test_a_polled_run_is_not_compared_with_the_report_of_another_address(harness
     assert (harness.state(active.run.job.id), harness.job(active.run.job.id).crashes) == (State.RUNNING, 0)
 
 
-def test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change(harness: Harness) -> None:
+def test_a_run_is_compared_with_a_report_from_its_old_address(harness: Harness) -> None:
     active = _run_before_move(harness)
     _compare_for_a_minute(harness, active, replace(REPORT_WITHOUT_RUNS, endpoints={"zimg": OLD}))
     assert harness.job(active.run.job.id).why is Reason.SERVER_LOST
 
 
-def test_a_run_is_compared_with_the_report_of_its_address_though_the_password_has_changed(harness: Harness) -> None:
+def test_a_run_is_compared_with_a_report_from_its_address_although_the_password_changed(harness: Harness) -> None:
     new_url = "http://user:password@gpu:1/run?token=x"
     active = _run_before_move(harness, new_url)
     assert server_adapters.endpoint_of_run(harness.dispatcher.catalog.get(), "gpu", "zimg", OLD) == new_url

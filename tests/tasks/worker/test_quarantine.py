@@ -190,7 +190,7 @@ def test_slot_1_a_slot_is_quarantined_until_its_servers_report_no_longer_shows_t
 
 
 @each_end
-def test_an_emptied_redis_does_not_forget_what_drains(one_slot, end_run):
+def test_a_quarantined_slot_stays_quarantined_after_redis_lost_its_data(one_slot, end_run):
     harness = one_slot
     end_run(harness)
     harness.submit()
@@ -360,7 +360,7 @@ def test_an_idle_report_of_a_server_with_several_slots_releases_no_slot(harness)
         harness.later(4 * SECOND)
 
 
-def test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough(harness):
+def test_a_slot_is_freed_after_the_reported_count_has_excluded_its_run_for_long_enough(harness):
     """Another run may have ended at the server, and its worker may not have received the result yet."""
     harness.register(2, model_type="async", poll_interval=3.0)
     harness.submit(id="one")

@@ -110,7 +110,7 @@ def test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_reque
     assert len(reported_at) == 4 and server.asked.count("submit") == 1
 
 
-def test_a_further_stop_of_a_worker_does_not_begin_the_wait_anew(harness, server, job_id) -> None:
+def test_another_stop_of_a_worker_does_not_restart_the_wait(harness, server, job_id) -> None:
     harness.later(500 * SECOND)
     offer = harness.notifications.offers[0]
     assert hand_back(harness.dispatcher, harness.start("w1"))
@@ -137,7 +137,7 @@ def test_an_operator_ends_the_wait(harness, server, job_id, slot) -> None:
     assert server.asked == ["health", "health", "submit"]
 
 
-def test_a_cancel_that_comes_before_the_request_is_sent_prevents_it(harness, server, worker, job_id) -> None:
+def test_a_cancel_before_the_request_prevents_the_request(harness, server, worker, job_id) -> None:
     named, gone = Health(HealthKind.UP, job_ids=frozenset({job_id})), Health(HealthKind.UP, job_ids=frozenset())
     _set_reports(server, [named, gone], before_last=lambda: worker.heartbeat.watches()[0].request_cancel())
     assert run(harness).state is State.CANCELED
@@ -155,7 +155,7 @@ def _two_runs(harness: Harness) -> list[str]:
     return jobs
 
 
-def test_the_end_of_one_request_is_not_taken_for_the_end_of_two(harness, job_id) -> None:
+def test_a_count_that_shows_the_end_of_one_request_does_not_end_two(harness, job_id) -> None:
     first, second = _two_runs(harness)
     offers = [offer for offer in harness.notifications.offers if offer.model == "flux"]
     assert all(begin_run(harness.dispatcher, offer, "w9") for offer in offers)

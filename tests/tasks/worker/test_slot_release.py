@@ -301,7 +301,7 @@ def test_a_run_that_timed_out_keeps_its_slot_unless_the_server_confirms_its_end(
 
 @sqlite
 @pytest.mark.parametrize("attempt, is_own_attempt", [(1, True), (2, False)])
-def test_slot_1_a_run_is_asked_about_in_its_own_servers_words(
+def test_slot_1_a_status_request_does_not_use_the_description_of_a_later_attempt(
     harness, server, monkeypatch, attempt, is_own_attempt
 ) -> None:
     """A later attempt of its job may run on a server of another kind, which would call the run unknown."""

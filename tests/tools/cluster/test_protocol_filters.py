@@ -198,7 +198,7 @@ def test_messages_pass_unchanged_without_a_fault(client: Redis) -> None:
     assert client.lrange("gpu.zimg", 0, -1) == [b"m" * 100_000]
 
 
-def test_a_lost_message_is_answered_as_if_it_had_arrived(client: Redis, broker_messages: BrokerMessages) -> None:
+def test_a_lost_message_gets_the_response_of_a_delivered_one(client: Redis, broker_messages: BrokerMessages) -> None:
     broker_messages.inject(MessageFault.LOST, 1.0, 0.0)
     with client.pipeline() as pipe:
         assert pipe.set("a", 1).lpush("gpu.zimg", "m").get("a").execute() == [True, 0, b"1"]

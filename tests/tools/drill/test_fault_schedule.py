@@ -163,7 +163,7 @@ def test_runs_are_short_unless_all_would_end_before_the_faults() -> None:
     assert sum(few) > 0.5 * 8 * 40
 
 
-def test_a_burst_has_one_deadline_and_its_own_numbers() -> None:
+def test_the_jobs_of_a_burst_share_one_deadline_and_have_unique_numbers() -> None:
     jobs = plan_deadline_bursts(3, 1000, [(5.0, 8.0), (20.0, 24.0)], 50, ["a", "b"])
     assert [job.number for job in jobs] == list(range(1000, 1100))
     assert {(job.at_s, job.expires_s) for job in jobs} == {(5.0, 8.0), (20.0, 24.0)}

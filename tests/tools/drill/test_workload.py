@@ -1,4 +1,4 @@
-"""What a client records of the answers to its submits."""
+"""The client's records of the responses to its submits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -62,12 +62,12 @@ def test_an_answer_that_leaves_it_open_is_no_false_denial(api: HTTPServer, other
     assert submit_all(api, *others, accepted(deduplicated=True)).false_denials == []
 
 
-def test_an_id_for_two_planned_jobs_is_recorded(api: HTTPServer) -> None:
+def test_an_id_returned_for_two_planned_jobs_is_recorded(api: HTTPServer) -> None:
     second = PlannedJob(1, 0.0, "zimg", 5, {"number": 1, "seconds": 0.1})
     assert submit_all(api, accepted(), accepted(), planned_jobs=(PLANNED, second)).doubled_ids == ["j"]
 
 
-def test_a_late_answer_is_recorded(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_response_is_recorded(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "_LATE_S", 0.0)
     assert len(submit_all(api, accepted()).late) == 1
 

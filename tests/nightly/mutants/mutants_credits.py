@@ -32,7 +32,7 @@ MUTANTS = [
         "a deadline that was noticed late is charged",
         f"{_CREDITS}:_end_by_deadline",
         swap("seen_ms - row.deadline_ms <= _SEEN_WITHIN_MS", "True"),
-        kills=["test_a_run_whose_deadline_nobody_was_there_to_see_costs_nothing"],
+        kills=["test_a_run_whose_passed_deadline_is_found_late_costs_nothing"],
         breaks="what an outage costs",
         still="test_a_run_that_its_deadline_ended_is_charged_until_the_deadline",
     ),

@@ -8,8 +8,8 @@ MUTANTS = [
         "slotkeeper.db.group_commit:GroupCommit._resolve_lost_commit",
         never("found is CommitOutcome.COMMITTED"),
         kills=[
-            "test_a_submit_that_was_stored_is_answered_as_stored_though_the_answer_was_lost",
-            "test_a_commit_that_fails_on_sqlite_is_looked_up_before_anybody_is_answered",
+            "test_a_stored_submit_returns_its_job_although_the_commit_reply_was_lost",
+            "test_a_failed_sqlite_commit_is_looked_up_before_the_write_returns",
         ],
         breaks="JOB-2",
         postgres=True,
@@ -18,7 +18,7 @@ MUTANTS = [
         "an answer does not wait for the disk",
         "slotkeeper.db.group_commit:GroupCommit._sync_and_wake",
         drop("self._sync_entries(durable)"),
-        kills=["test_only_what_nobody_was_promised_does_not_wait_for_the_disk"],
+        kills=["test_only_a_write_that_is_not_durable_skips_the_disk_sync"],
         breaks="JOB-2",
     ),
     Mutant(
@@ -32,7 +32,7 @@ MUTANTS = [
         "a disk that has failed once is trusted",
         "slotkeeper.db.write_connection:LogFile._sync",
         never("rewrite"),
-        kills=["test_a_disk_that_failed_once_is_not_believed_before_all_was_written_anew"],
+        kills=["test_after_a_failed_disk_sync_no_write_succeeds_before_the_log_is_rewritten"],
         breaks="JOB-3",
     ),
     Mutant(
@@ -95,9 +95,9 @@ MUTANTS = [
         "SQLite creates its files by the umask",
         "slotkeeper.db.sqlite:_make_private",
         drop("make_private_file(file)"),
-        kills=["test_a_record_and_what_sqlite_makes_beside_it_are_the_owners_only"],
+        kills=["test_a_sqlite_database_and_its_wal_files_are_readable_only_by_their_owner"],
         breaks="private files",
-        still="test_all_who_ask_first_get_the_same_text",
+        still="test_concurrent_first_readers_get_the_same_text",
     ),
     Mutant(
         "an audit entry may be changed",

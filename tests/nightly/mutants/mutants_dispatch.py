@@ -21,7 +21,7 @@ MUTANTS = [
         "a worker goes on with a run that another has started",
         "routing.dispatch.run_steps:RunSteps.find_stored_start",
         swap("active is not None and active.lease.stored_text == lease.stored_text", "active is not None"),
-        kills=["test_a_worker_leaves_a_job_that_another_worker_started_while_its_own_start_was_unknown"],
+        kills=["test_a_worker_releases_a_job_that_another_worker_started_while_its_own_start_was_unknown"],
         breaks="LEASE-3",
     ),
     Mutant(
@@ -38,7 +38,7 @@ MUTANTS = [
             "server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST",
             "quarantine is None and reason in _FREES_SLOT_FIRST",
         ),
-        kills=["test_a_result_that_its_server_has_no_more_is_stored_before_the_slot_goes_on"],
+        kills=["test_a_slot_is_freed_before_its_result_is_stored_only_if_the_server_keeps_the_result"],
         breaks="JOB-1",
         still="test_a_server_that_cannot_be_asked_by_it_needs_no_note",
     ),
@@ -73,14 +73,14 @@ MUTANTS = [
         "a slot waits until the last result is stored",
         "routing.dispatch.decision:decide",
         swap("server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST", "False"),
-        kills=["test_the_slot_of_a_run_whose_server_has_answered_does_not_wait_for_the_record"],
+        kills=["test_a_slot_is_released_after_the_servers_response_without_a_wait_for_the_database"],
         breaks="SLOT-2",
     ),
     Mutant(
         "a slot is passed on before its job has come back",
         "routing.dispatch.decision:decide",
         swap("server_keeps_result and quarantine is None and reason in _FREES_SLOT_FIRST", "True"),
-        kills=["test_a_slot_whose_job_comes_back_or_whose_server_is_at_it_waits_for_the_record"],
+        kills=["test_a_slot_of_a_requeued_job_or_a_busy_server_is_released_after_the_database_commit"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS = [
         drop("known.waiting += count"),
         kills=["test_what_this_process_admits_counts_before_the_next_look"],
         breaks="capacity",
-        still="test_a_limit_that_is_far_away_needs_no_look_within_a_second",
+        still="test_a_count_far_below_its_limit_is_cached_for_one_second",
     ),
     Mutant(
         "a batch of the same name shows another tenant's jobs",

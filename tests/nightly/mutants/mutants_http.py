@@ -9,7 +9,7 @@ MUTANTS = [
         never("announced is not None and len(body) != announced"),
         kills=["test_a_body_that_broke_off_is_refused_whole"],
         breaks="framing",
-        still="test_a_submitted_job_is_in_the_record_when_it_is_answered",
+        still="test_a_submitted_job_is_in_the_database_before_the_response",
     ),
     Mutant(
         "a batch may be of any size",
@@ -17,7 +17,7 @@ MUTANTS = [
         never("index == MAX_BATCH_JOBS"),
         kills=["test_a_thousand_jobs_are_a_batch"],
         breaks="limits",
-        still="test_a_submitted_job_is_in_the_record_when_it_is_answered",
+        still="test_a_submitted_job_is_in_the_database_before_the_response",
     ),
     Mutant(
         "one owner takes all threads",
@@ -74,7 +74,7 @@ MUTANTS = [
         "the number of streams is not limited",
         "app.server.application:PlaceLimit.take",
         swap("self.taken.total() < self.most and self.taken[account] < self.share", "True"),
-        kills=["test_a_tenant_and_all_have_so_many_streams_and_who_leaves_frees_its_own"],
+        kills=["test_the_number_of_streams_is_limited_per_tenant_and_in_total_and_a_closed_one_is_freed"],
         breaks="limits",
         still="test_a_new_stream_sends_only_new_events_that_match_its_filter",
     ),
@@ -84,6 +84,6 @@ MUTANTS = [
         never("cache.is_still_valid"),
         kills=["test_a_stream_ends_when_its_key_is_removed_and_no_other_does"],
         breaks="authorization",
-        still="test_a_tenant_follows_its_own_jobs_and_an_administrator_all",
+        still="test_a_tenant_receives_the_events_of_its_own_jobs_and_an_administrator_of_all",
     ),
 ]

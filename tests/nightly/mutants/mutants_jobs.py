@@ -7,9 +7,9 @@ MUTANTS = [
         "an ended job keeps the password in its server's address",
         "slotkeeper.jobs.statements:_values",
         swap_entry('"sent_to": None', ""),
-        kills=["test_the_address_is_forgotten_when_the_run_is_over"],
+        kills=["test_the_stored_address_of_a_run_is_deleted_at_its_end"],
         breaks="secrets",
-        still="test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change",
+        still="test_a_run_is_compared_with_a_report_from_its_old_address",
     ),
     Mutant(
         "a stored settle is taken for another worker's",
@@ -30,7 +30,7 @@ MUTANTS = [
         "closing a name does not wait for jobs on their way",
         "slotkeeper.jobs.closed_models:lock_jobs",
         never('tx.connection.dialect.name == "postgresql"'),
-        kills=["test_no_job_is_written_behind_the_back_of_who_removes_its_model"],
+        kills=["test_the_removal_of_a_model_waits_for_a_submit_that_is_not_committed"],
         breaks="JOB-3",
         still="test_servers_that_a_removal_leaves_without_a_model_are_named",
         postgres=True,
@@ -49,7 +49,7 @@ MUTANTS = [
         never("find_edge(state, why).to in REQUEUING_STATES"),
         kills=[
             "test_a_canceled_job_whose_worker_dies_is_canceled_and_not_run_again",
-            "test_a_job_that_shall_be_canceled_is_canceled_when_its_run_comes_to_no_result",
+            "test_a_job_with_a_cancel_request_is_canceled_when_its_run_ends_without_a_result",
             "test_a_canceled_run_without_a_result_is_canceled_at_once",
         ],
         breaks="JOB-1",
@@ -90,7 +90,7 @@ MUTANTS = [
         never("_is_same(name"),
         kills=["test_a_task_id_with_another_payload_is_a_conflict"],
         breaks="idempotency",
-        still="test_an_id_that_comes_twice_in_one_batch_is_one_job",
+        still="test_the_same_id_twice_in_one_batch_makes_one_job",
     ),
     Mutant(
         "an ambiguous short id names other tenants' jobs",
@@ -107,7 +107,7 @@ MUTANTS = [
             'update(jobs).where(jobs.c.id == bindparam("p_id"), in_state(state))',
             'update(jobs).where(jobs.c.id == bindparam("p_id"))',
         ),
-        kills=["test_job_1_a_final_state_is_never_left", "test_a_job_is_revived_once_however_many_ask"],
+        kills=["test_job_1_a_final_state_is_never_left", "test_concurrent_revives_of_a_job_revive_it_once"],
         breaks="JOB-1",
     ),
     Mutant(
@@ -162,7 +162,7 @@ MUTANTS = [
         "only recent deadlines are enforced",
         "slotkeeper.jobs.statements",
         swap('_PASSED = "deadline_ms <= :p_now"', '_PASSED = "deadline_ms <= :p_now AND deadline_ms > :p_now - 10000"'),
-        kills=["test_a_deadline_ends_a_job_in_every_state_however_late_the_check_runs"],
+        kills=["test_a_passed_deadline_expires_a_job_in_each_state_even_if_the_check_is_late"],
         breaks="deadlines",
     ),
     Mutant(
@@ -176,7 +176,7 @@ MUTANTS = [
         "a repeated submit is counted twice",
         "slotkeeper.jobs.acceptance:_accept_row",
         drop('add_to_counter(tx.connection, "doubled")'),
-        kills=["test_job_3_the_books_balance_when_ids_come_twice_and_old_jobs_are_removed"],
+        kills=["test_job_3_the_ledger_balances_after_duplicate_submits_and_removal_of_old_jobs"],
         breaks="JOB-3",
     ),
     Mutant(

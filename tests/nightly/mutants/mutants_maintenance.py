@@ -12,7 +12,7 @@ MUTANTS = [
             "test_a_polled_run_is_not_compared_with_the_report_of_another_address",
         ],
         breaks="SLOT-1",
-        still="test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change",
+        still="test_a_run_is_compared_with_a_report_from_its_old_address",
     ),
     Mutant(
         "the removal of a server costs its jobs a crash",
@@ -20,15 +20,15 @@ MUTANTS = [
         swap("Reason.SERVER_UNREACHABLE", "Reason.SERVER_LOST"),
         kills=["test_runs_of_a_server_that_is_removed_by_force_are_lost_and_run_again_elsewhere"],
         breaks="charges",
-        still="test_a_run_is_compared_with_a_report_that_its_own_address_made_before_the_change",
+        still="test_a_run_is_compared_with_a_report_from_its_old_address",
     ),
     Mutant(
         "leases are reaped as soon as Redis is back",
         "routing.maintenance.reaper:RenewalGrace.may_reap",
         never("self._until_s is None and was_away"),
         kills=[
-            "test_after_redis_was_away_living_workers_renew_before_anything_is_reaped",
-            "test_after_a_look_that_failed_living_workers_renew_before_anything_is_reaped",
+            "test_after_a_redis_outage_the_reaper_waits_until_living_workers_could_renew",
+            "test_after_a_failed_pass_the_reaper_waits_until_living_workers_could_renew",
         ],
         breaks="LEASE-4",
     ),
@@ -46,7 +46,7 @@ MUTANTS = [
         never("status.lease != run.lease.stored_text"),
         kills=[
             "test_a_run_that_ends_while_its_lease_is_written_again_leaves_none",
-            "test_a_run_that_ends_while_its_room_is_rebuilt_leaves_no_lease",
+            "test_a_run_that_ends_while_its_queue_is_rebuilt_leaves_no_lease",
         ],
         breaks="SLOT-2",
     ),
@@ -54,14 +54,14 @@ MUTANTS = [
         "a queue that is rebuilt forgets quarantined slots",
         "routing.maintenance.rebuild:begin",
         drop("quarantined_slots.restore_quarantine("),
-        kills=["test_an_emptied_redis_does_not_forget_what_drains"],
+        kills=["test_a_quarantined_slot_stays_quarantined_after_redis_lost_its_data"],
         breaks="SLOT-1",
     ),
     Mutant(
         "a run handed back while its queue is rebuilt goes to any server",
         "routing.dispatch.run_steps:RunSteps.give_up",
         swap("job.server == lease.server", "job.server == lease.name"),
-        kills=["test_a_run_that_is_handed_back_while_its_room_is_rebuilt_is_offered_in_its_slot_alone"],
+        kills=["test_a_run_that_is_handed_back_while_its_queue_is_rebuilt_is_offered_only_in_its_slot"],
         breaks="LEASE-1",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = [
         "a server's count frees a slot at the first look",
         "routing.maintenance.quarantined_slots:_is_over_by_count",
         swap("quarantine.set_quiet_since(dispatcher.store.database, row, now)", "return True"),
-        kills=["test_a_count_frees_when_it_leaves_no_room_for_the_run_for_long_enough"],
+        kills=["test_a_slot_is_freed_after_the_reported_count_has_excluded_its_run_for_long_enough"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "a run is asked about as the latest attempt of its job is described",
         "tasks.health_checks:description_of_attempt",
         swap("job.attempt == row.attempt", "True"),
-        kills=["test_slot_1_a_run_is_asked_about_in_its_own_servers_words"],
+        kills=["test_slot_1_a_status_request_does_not_use_the_description_of_a_later_attempt"],
         breaks="SLOT-1",
     ),
     Mutant(
@@ -107,7 +107,7 @@ MUTANTS = [
         "routing.queue.fleets:isolate_errors",
         swap("Exception", "ZeroDivisionError", within="except Exception"),
         kills=[
-            "test_a_job_that_cannot_be_reaped_holds_up_no_other",
+            "test_a_job_that_cannot_be_reaped_does_not_block_other_jobs",
         ],
         breaks="SLOT-2",
     ),
@@ -129,7 +129,7 @@ MUTANTS = [
         "a queue that lost a job is not filled",
         "routing.maintenance.sweep:Sweeper._fill_short_queues",
         drop("state.filling[fleet] = 0"),
-        kills=["test_a_job_that_only_its_room_has_lost_is_found_by_counting"],
+        kills=["test_the_sweep_finds_a_job_that_is_missing_from_its_queue_by_counting"],
         breaks="QUEUE-1",
     ),
     Mutant(
@@ -137,8 +137,8 @@ MUTANTS = [
         "routing.maintenance.reaper:RenewalGrace.may_reap",
         never("self._was_clock_set"),
         kills=[
-            "test_the_reaper_leaves_a_living_workers_lease_that_a_step_of_the_clock_let_expire",
-            "test_after_redis_clock_was_set_living_workers_renew_before_anything_is_reaped",
+            "test_the_reaper_keeps_a_living_workers_lease_that_expired_by_a_clock_step",
+            "test_after_a_step_of_redis_clock_the_reaper_waits_until_living_workers_could_renew",
         ],
         breaks="LEASE-4",
         still="test_a_slow_answer_is_no_clock_that_was_set",
@@ -155,7 +155,7 @@ MUTANTS = [
         "routing.maintenance.reaper:Reaper.reap_dead_workers",
         swap("lease.owner in dead", "lease.owner"),
         kills=[
-            "test_a_killed_workers_run_goes_on_at_once_on_its_slot_and_a_living_ones_is_not_touched",
+            "test_the_run_of_a_killed_worker_is_offered_again_at_once_on_its_slot_and_a_live_ones_is_kept",
             "test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone",
         ],
         breaks="LEASE-4",
@@ -165,7 +165,7 @@ MUTANTS = [
         "a killed worker is forgotten before all queues were read",
         "routing.maintenance.reaper:Reaper.reap_dead_workers",
         always("len(held) == len(fleets)"),
-        kills=["test_a_killed_worker_is_not_forgotten_while_a_room_cannot_be_read"],
+        kills=["test_a_killed_worker_is_not_removed_while_a_queue_cannot_be_read"],
         breaks="LEASE-1",
         still="test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing",
     ),
@@ -183,9 +183,9 @@ MUTANTS = [
         "a queue that Redis cannot hold whole never opens",
         "routing.maintenance.sweep:Sweeper._continue_rebuilds",
         swap("state.rebuilding.keys() - state.filling.keys() | full", "state.rebuilding.keys() - state.filling.keys()"),
-        kills=["test_a_room_that_redis_cannot_hold_whole_opens_with_the_jobs_that_it_holds"],
+        kills=["test_a_queue_that_does_not_fit_into_redis_opens_with_the_jobs_that_fit"],
         breaks="SLOT-2",
-        still="test_a_room_that_is_rebuilt_at_once_opens_though_redis_cannot_hold_it_whole",
+        still="test_an_immediately_rebuilt_queue_opens_although_redis_has_no_memory_for_its_jobs",
     ),
     Mutant(
         "the reaper ends whichever run there is",
@@ -205,7 +205,7 @@ MUTANTS = [
         "a waiting job that the queue lost stays lost",
         "routing.maintenance.sweep:Sweeper.reconcile",
         swap("short_queues(dispatcher, catalog)", "()"),
-        kills=["test_queue_1_a_queued_job_that_the_room_has_lost_is_brought_back_to_its_place"],
+        kills=["test_queue_1_a_queued_job_that_is_missing_from_the_queue_is_restored_at_its_place"],
         breaks="QUEUE-1",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
         "the report of a server that is down is believed",
         "routing.maintenance.server_report:compare_runs",
         never("not report.up"),
-        kills=["test_only_a_report_that_says_so_makes_a_suspect"],
+        kills=["test_only_a_report_that_excludes_a_run_makes_it_stale"],
         breaks="charges",
     ),
     Mutant(
@@ -246,14 +246,14 @@ MUTANTS = [
             "(end_unknown_run(self._dispatcher, job) for job in stale if _run(job) in suspected)",
             "(end_unknown_run(self._dispatcher, job) for job in before)",
         ),
-        kills=["test_a_suspicion_that_the_second_look_does_not_confirm_frees_nothing"],
+        kills=["test_a_stale_run_that_the_second_report_does_not_confirm_keeps_its_lease"],
         breaks="charges",
     ),
     Mutant(
         "the run of a living worker is ended at once",
         "routing.maintenance.server_checks:ServerChecks.apply_reports",
         always("(server.name, job.id) in silent"),
-        kills=["test_a_ghost_is_freed_at_the_first_look_only_if_its_worker_is_silent_too"],
+        kills=["test_a_stale_lease_is_released_at_the_first_check_only_if_its_worker_is_silent_too"],
         breaks="charges",
     ),
     Mutant(
@@ -272,6 +272,6 @@ MUTANTS = [
             "test_a_silent_worker_that_was_stopping_costs_its_job_nothing",
         ],
         breaks="charges",
-        still="test_a_worker_that_was_silent_says_so_and_not_that_it_has_died",
+        still="test_the_error_of_a_reaped_run_names_a_silent_worker_and_does_not_call_it_dead",
     ),
 ]

@@ -9,7 +9,7 @@ MUTANTS = [
         swap("self._has_listener and self._reader is not None and not self._reader.has_gap", "self._has_listener"),
         kills=["test_a_relay_is_idle_only_while_it_holds_the_cursor_and_no_event_waits_for_a_transaction"],
         breaks="no lost event",
-        still="test_a_relay_that_rests_publishes_what_is_written",
+        still="test_an_idle_relay_publishes_new_events",
     ),
     Mutant(
         "a stream takes events wherever it ends",

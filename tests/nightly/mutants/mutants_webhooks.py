@@ -11,8 +11,8 @@ MUTANTS = [
             "self._taken[group] < MAX_IN_GROUP[group]",
         ),
         kills=[
-            "test_silent_receivers_of_one_tenant_leave_room_for_one_that_is_new",
-            "test_silent_receivers_of_many_tenants_leave_room_for_one_that_is_new",
+            "test_silent_receivers_of_one_tenant_leave_capacity_for_a_new_receiver_of_another",
+            "test_silent_receivers_of_many_tenants_leave_capacity_for_a_new_receiver",
             "test_a_tenant_gets_at_most_half_of_the_deliveries_at_once",
         ],
         breaks="HOOK-1",

@@ -36,14 +36,14 @@ def test_the_default_settings_satisfy_their_relations():
         ("CATALOG_REFRESH_S", "-0.1"),
     ],
 )
-def test_a_setting_out_of_its_bounds_is_refused_by_name(monkeypatch, name, value):
+def test_a_setting_out_of_its_bounds_is_refused_with_its_name(monkeypatch, name, value):
     monkeypatch.setenv(f"SLOTKEEPER_{name}", value)
     with pytest.raises(InvalidSetting, match=f"(?i){name}"):
         RoutingSettings()
 
 
 @pytest.mark.parametrize(("lease_ms", "renew_ms", "fits"), [(1000, 499, True), (1000, 500, False), (1000, 900, False)])
-def test_one_lost_renewal_must_be_survived(monkeypatch, lease_ms, renew_ms, fits):
+def test_the_renewal_interval_must_be_under_half_of_the_lease(monkeypatch, lease_ms, renew_ms, fits):
     monkeypatch.setenv("SLOTKEEPER_LEASE_MS", str(lease_ms))
     monkeypatch.setenv("SLOTKEEPER_RENEW_EVERY_MS", str(renew_ms))
     if fits:
@@ -97,5 +97,5 @@ def test_names_of_leases_are_unique_across_a_fork():
     os.close(writes)
 
 
-def test_a_renewals_answers_are_the_scripts_words():
+def test_the_values_of_renewal_are_the_replies_of_the_script():
     assert {str(renewal) for renewal in Renewal} == {"renewed", "cancel", "lost", "unknown"}

@@ -132,7 +132,7 @@ def test_a_subscription_continues_after_an_outage_of_redis(tmp_path):
         assert receive(scripts, act) == [b"back"]
 
 
-def test_a_subscription_that_begins_during_the_connect_receives_entries_too(scripts):
+def test_a_subscription_that_starts_while_the_follower_connects_receives_entries(scripts):
     received: list[bytes] = []
 
     async def whole() -> None:
@@ -168,7 +168,7 @@ def test_the_remaining_entries_are_delivered_before_the_end_is_reported(scripts)
     assert received == [b"a", b"the end"]
 
 
-def test_the_end_is_reported_while_redis_is_away():
+def test_the_end_is_reported_while_redis_is_down():
     received: list[str] = []
 
     async def whole() -> None:

@@ -1,4 +1,4 @@
-"""Constraints: read, kept as text, shown again; and whether what a server declares meets them."""
+"""Constraints are parsed, stored as text, decoded, and compared with the declaration of a server."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ CONSTRAINTS = st.dictionaries(NAMES, WANTED, max_size=6)
 
 
 @given(CONSTRAINTS)
-def test_what_is_shown_again_means_the_same(asked: dict[str, Any]) -> None:
+def test_decoded_constraints_are_encoded_to_the_same_text(asked: dict[str, Any]) -> None:
     constraints = encode_constraints(asked)
     assert encode_constraints(decode_constraints(constraints)) == constraints
 
@@ -70,7 +70,7 @@ def test_constraints_are_shown_as_people_write_them() -> None:
         {f"n{n}": 1 for n in range(21)},
     ],
 )
-def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
+def test_invalid_constraints_are_refused_with_the_name_of_the_field(wrong: Any) -> None:
     with pytest.raises(InvalidJob) as refused:
         encode_constraints(wrong)
     assert refused.value.field == "constraints"
@@ -92,7 +92,7 @@ def test_constraints_that_mean_nothing_are_refused_by_name(wrong: Any) -> None:
         {f"n{n}": 1 for n in range(51)},
     ],
 )
-def test_attributes_that_cannot_be_compared_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_attributes_that_cannot_be_compared_are_refused_with_the_name_of_the_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob) as refused:
         parse_attributes(wrong)
     assert refused.value.field == "attributes"
@@ -124,7 +124,7 @@ def _server(attributes: dict[str, Any], of_model: dict[str, str]) -> Server:
         ({"runtime": "onnx"}, False),
     ],
 )
-def test_a_server_meets_what_it_declares_and_for_its_model_what_that_declares(
+def test_a_server_meets_constraints_by_its_attributes_and_its_attributes_for_the_model(
     constraints: dict[str, Any], met: bool
 ) -> None:
     declared = {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"], "model_version": "1.0"}

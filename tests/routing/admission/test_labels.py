@@ -12,14 +12,14 @@ VALUES = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=20))
-def test_labels_are_read_as_they_were_given_and_each_is_found(labels):
+def test_decoded_labels_equal_the_encoded_labels_and_each_label_is_found(labels):
     text = encode_labels(labels)
     assert decode_labels(text) == labels
     assert all(f"\n{label_text(name, value)}\n" in text for name, value in labels.items())
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=5), NAMES, VALUES)
-def test_a_label_that_was_not_given_is_not_found(labels, name, value):
+def test_a_label_is_found_only_if_the_job_has_it(labels, name, value):
     assert (f"\n{label_text(name, value)}\n" in encode_labels(labels)) == (labels.get(name) == value)
 
 
@@ -36,7 +36,7 @@ def test_a_label_that_was_not_given_is_not_found(labels, name, value):
         ({"a": "x\ny"}, "labels.a: a value is a text"),
     ],
 )
-def test_other_labels_are_refused_by_name(labels, says):
+def test_invalid_labels_are_refused_with_the_reason(labels, says):
     with pytest.raises(InvalidJob, match=says) as refused:
         encode_labels(labels)
     assert refused.value.field == "labels"

@@ -66,7 +66,7 @@ def test_a_limit_that_is_added_applies_to_every_submit(harness, monkeypatch):
 # -- one round trip --------------------------------------------------------------------------------------------------
 
 
-def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(harness, trips, monkeypatch):
+def test_all_limits_on_counts_share_one_round_trip_and_the_rate_limit_needs_another(harness, trips, monkeypatch):
     for model in ("zimg", "flux"):
         harness.register(1, server=f"{model}-gpu", model=model, capacity=10)
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_all_limits_that_read_share_a_round_trip_and_the_rate_has_another(harnes
     assert len(trips) == 1
 
 
-def test_of_submits_within_a_second_the_first_one_asks_whether_a_far_limit_is_near(harness, trips):
+def test_a_limit_that_is_far_away_is_checked_in_redis_once_per_second(harness, trips):
     harness.register(1, max_waiting=2 * FAR)
     check(harness, [harness.a()])
     for later_ms, expected in ((FRESH_MS, 0), (1, 1), (0, 0)):
@@ -109,7 +109,7 @@ def test_local_limits_do_not_call_redis(harness, trips):
 # -- which refusal -----------------------------------------------------------------------------------------------------
 
 
-def test_a_submit_that_is_refused_costs_no_turn_of_the_rate(harness):
+def test_a_refused_submit_does_not_count_toward_the_rate_limit(harness):
     harness.register(1, max_waiting=0)
     acme = harness.limited("acme", rate_per_s=1, burst=3)
     harness.submit()
@@ -144,7 +144,7 @@ def test_jobs_of_several_tenants_count_together_where_the_limit_is_of_the_model(
     check(harness, [harness.a(tenant=f"t{n}") for n in range(4)])
 
 
-def test_the_first_limit_that_refuses_decides_also_if_a_later_one_needs_no_redis(harness, monkeypatch):
+def test_the_first_limit_that_refuses_decides_even_if_a_later_limit_needs_no_redis(harness, monkeypatch):
     def refuse(request, context):
         raise InvalidJob("jobs", "never")
 
@@ -201,7 +201,7 @@ def test_a_job_runs_in_an_environment_of_its_tenant_and_in_the_first_if_it_names
         harness.submit(tenant="acme", environment="canary")
 
 
-def test_a_changed_default_environment_makes_no_other_request_of_a_repeated_one(harness):
+def test_a_repeated_submit_is_recognized_after_the_default_environment_has_changed(harness):
     harness.register(1)
     harness.limited("acme", environments=["testnet"])
     first = harness.submit(tenant="acme", id="one")

@@ -62,7 +62,7 @@ def test_the_first_row_that_fits_the_server_applies(attributes, price) -> None:
     assert price_at(_catalog(_H100, _ZIMG, **attributes), "zimg", "gpu") == price
 
 
-def test_a_server_that_no_row_fits_costs_nothing_and_of_one_that_is_gone_nothing_is_known() -> None:
+def test_a_server_without_a_price_row_costs_nothing_and_a_removed_server_has_no_known_price() -> None:
     assert price_at(_catalog(_H100), "zimg", "gpu") == 0
     assert price_at(_catalog(), "zimg", "gpu") == 0
     assert price_at(_catalog(_ZIMG), "zimg", "gone") is None

@@ -43,7 +43,7 @@ def rate(client: Redis) -> Rate:
     return Rate(client)
 
 
-def test_a_burst_is_admitted_at_once_and_then_one_each_interval(rate):
+def test_a_burst_is_admitted_at_once_and_then_one_submit_per_interval(rate):
     assert [rate.admit() for _ in range(7)] == [0, 0, 0, 0, 0, 100, 100]
     rate.later(99)
     assert rate.admit() == 1
@@ -82,14 +82,14 @@ def test_a_first_submit_that_is_refused_leaves_no_key(rate, client):
     assert client.hget(KEY, "tenant") is None
 
 
-def test_rest_fills_the_burst_again_and_no_further(rate):
+def test_idle_time_refills_the_burst_up_to_its_size(rate):
     rate.admit(5)
     rate.later(3_600_000)
     assert [rate.admit(5), rate.admit()] == [0, 100]
 
 
 @pytest.mark.parametrize(("rate_per_s", "burst"), [(3, 1), (7, 2), (1000, 1), (30, 30)])
-def test_a_rate_whose_interval_is_no_whole_number_is_kept_as_well(client, rate_per_s, burst):
+def test_a_rate_with_a_fractional_interval_is_enforced_exactly(client, rate_per_s, burst):
     rate = Rate(client, 1000 / rate_per_s, burst)
     admitted = 0
     for _ in range(3000):
@@ -99,7 +99,7 @@ def test_a_rate_whose_interval_is_no_whole_number_is_kept_as_well(client, rate_p
     assert abs(admitted - (burst + 3 * rate_per_s)) <= 1
 
 
-def test_one_tenants_submits_do_not_count_for_another(rate):
+def test_the_submits_of_a_tenant_do_not_count_toward_the_rate_limit_of_another_tenant(rate):
     rate.admit(5)
     assert rate.admit(5, "other") == 0
 

@@ -37,14 +37,14 @@ def nested(levels: int, kind: type = list) -> dict[str, Any]:
 # -- what is taken ---------------------------------------------------------------------------------------------
 
 
-def test_the_least_that_can_be_asked_for_gets_the_defaults():
+def test_a_minimal_submission_gets_the_defaults():
     job = prepared()
     assert (job.model, job.payload, job.priority, job.tenant) == ("zimg", '{"prompt":"a cat"}', 5, "default")
     assert (job.not_before_ms, job.deadline_ms, job.callback_url, job.idempotency_key) == (None, None, None, None)
     assert len(job.id) == 36 and prepared().id != job.id
 
 
-def test_everything_that_was_asked_for_is_in_the_job():
+def test_every_field_of_a_submission_is_stored_in_the_job():
     asked = {"tenant": "acme", "callback_url": "https://c/h", "priority": 2, "ttl_s": 90.5, "delay_s": 10, "id": "j-1"}
     job = prepared(**asked, idempotency_key="k", source="task", envelope="{}")
     assert (job.tenant, job.callback_url, job.priority, job.id) == ("acme", "https://c/h", 2, "j-1")
@@ -52,7 +52,7 @@ def test_everything_that_was_asked_for_is_in_the_job():
     assert (job.idempotency_key, job.source, job.envelope) == ("k", "task", "{}")
 
 
-def test_a_moment_may_be_named_instead_of_a_delay():
+def test_a_submission_may_give_a_start_time_instead_of_a_delay():
     assert prepared(not_before_ms=NOW + 1234).not_before_ms == NOW + 1234
     assert prepared(not_before_ms=NOW - 1).not_before_ms is None, "it has passed"
 
@@ -222,7 +222,7 @@ def test_another_request_has_another_fingerprint(other):
     assert fingerprint(**other) != fingerprint()
 
 
-def test_a_moment_is_part_of_the_fingerprint_and_how_far_off_it_is_is_not():
+def test_the_start_time_is_part_of_the_fingerprint_and_the_remaining_delay_is_not():
     asked = a_submission(model="zimg", payload={}, idempotency_key="k", not_before_ms=NOW + 60_000)
     prints = {prepare_job(asked, model(), lambda _: None, now).fingerprint for now in (NOW, NOW + 5)}
     assert len(prints) == 1

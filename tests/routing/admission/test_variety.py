@@ -19,7 +19,7 @@ def asks(memory: int, tenant: str = "default") -> dict[str, object]:
     return {"constraints": {"memory": {"min": memory}}, "tenant": tenant}
 
 
-def test_a_tenant_may_have_so_many_different_constraints_waiting_and_any_number_of_jobs_with_them(narrow):
+def test_a_tenants_different_queued_constraints_are_limited_and_its_jobs_with_them_are_not(narrow):
     for memory in (1, 2, 3, 3, 2, 1):
         narrow.submit(**asks(memory))
     with pytest.raises(TooManyRequests) as refused:
@@ -29,7 +29,7 @@ def test_a_tenant_may_have_so_many_different_constraints_waiting_and_any_number_
     narrow.submit(**asks(4, "other"))
 
 
-def test_all_tenants_together_may_have_so_many(narrow):
+def test_the_different_queued_constraints_of_all_tenants_together_are_limited(narrow):
     for memory in range(5):
         narrow.submit(**asks(memory, f"t{memory}"))
     narrow.submit(**asks(0, "new"))

@@ -27,7 +27,7 @@ def test_a_count_that_may_reach_its_limit_within_a_second_is_read_again(counts):
     assert not counts.has_room("zimg", 1, 110 + FAR, START_MS)
 
 
-def test_what_this_process_admits_counts_before_the_next_look(counts):
+def test_submits_admitted_by_this_process_count_before_the_next_read(counts):
     assert counts.has_room("zimg", FAR - 100, LIMIT, START_MS)
     assert not counts.has_room("zimg", 1, LIMIT, START_MS)
 

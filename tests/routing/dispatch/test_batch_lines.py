@@ -89,7 +89,7 @@ def in_threads(acts: list[Callable[[], object]]) -> None:
         thread.join(60)
 
 
-def test_of_clients_that_send_the_same_lines_at_once_each_line_is_accepted_once(
+def test_each_line_is_accepted_once_when_several_clients_send_the_same_lines_at_once(
     harness: Harness, batches: Batches
 ) -> None:
     batch = a_batch(batches, harness)

@@ -98,7 +98,7 @@ def test_waiting_for_capacity_never_spends_an_attempt(kind, failures, crashes):
     assert TRANSITIONS[(State.RUNNING, decision.reason)].to is State.QUEUED
 
 
-def test_only_the_server_is_to_blame_when_it_cannot_be_reached():
+def test_only_an_unreachable_outcome_puts_the_server_in_cooldown():
     blamed = {kind for kind in _ENDS if decided(Outcome(kind), 0, 0, True, CONFIG).cools_server_down}
     assert blamed == {OutcomeKind.UNREACHABLE}
 
@@ -119,7 +119,7 @@ def test_a_job_is_run_once_and_then_retried_as_often_as_allowed(max_retries, run
 
 
 @pytest.mark.parametrize("max_crashes", [1, 3])
-def test_the_last_of_max_crashes_makes_a_job_dead(max_crashes):
+def test_a_job_becomes_dead_when_its_crashes_reach_max_crashes(max_crashes):
     config = ModelConfig(max_crashes=max_crashes)
     whys = [decided(Outcome(OutcomeKind.LOST), 0, crashes, False, config).reason for crashes in range(max_crashes)]
     assert whys == [Reason.SERVER_LOST] * (max_crashes - 1) + [Reason.CRASHES_EXHAUSTED]
@@ -149,7 +149,7 @@ def test_a_result_that_arrives_before_the_cancel_finishes_the_job():
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.PENDING, OutcomeKind.UNKNOWN])
-def test_what_is_not_the_end_of_a_run_gets_no_decision(kind):
+def test_an_outcome_that_does_not_end_a_run_gets_no_decision(kind):
     with pytest.raises(ValueError, match=kind.value):
         decided(Outcome(kind), 0, 0, False, CONFIG)
 

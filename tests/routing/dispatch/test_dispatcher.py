@@ -139,7 +139,7 @@ def test_limits_that_one_fleet_cannot_check_keep_no_other_fleet_out_of_redis(har
     assert [offer.job_id for offer in harness.notifications.offers] == [job_id]
 
 
-def test_the_deadlines_of_like_jobs_cost_one_question(harness):
+def test_the_deadlines_of_similar_jobs_are_checked_with_one_request(harness):
     harness.register()
     harness.submit()
 
@@ -152,7 +152,7 @@ def test_the_deadlines_of_like_jobs_cost_one_question(harness):
     assert calls(ttl_s=600) < without + 5
 
 
-def test_of_like_jobs_the_one_with_the_first_deadline_is_refused(harness):
+def test_among_similar_jobs_the_job_with_the_earliest_deadline_is_refused(harness):
     harness.register()
     harness.submit()
     task = harness.start()
@@ -210,7 +210,7 @@ def test_each_job_of_one_submit_is_offered_to_the_fleet_of_its_model(harness):
     ]
 
 
-def test_with_redis_down_a_submit_is_accepted_and_brought_in_later_in_order(harness):
+def test_jobs_submitted_while_redis_is_down_are_accepted_and_later_queued_in_order(harness):
     harness.register(1)
     cut_off = harness.cut_off()
     early = [cut_off.submit([harness.a()], LOCAL_IDENTITY)[0].accepted.id for _ in range(3)]
@@ -226,7 +226,7 @@ def test_with_redis_down_the_limits_admit_every_submit(harness):
     assert len(cut_off.submit([harness.a()], harness.limited("acme", rate_per_s=1))) == 1
 
 
-def test_with_the_database_down_nothing_is_half_done(harness, faults):
+def test_a_submit_that_fails_in_the_database_changes_neither_the_queue_nor_the_counters(harness, faults):
     harness.register()
     with faults("INSERT INTO"), pytest.raises(ZeroDivisionError):
         harness.submit()
@@ -330,7 +330,7 @@ def test_a_duplicate_wake_up_does_not_start_a_job_twice(harness):
     assert harness.job(job_id).attempt == 1
 
 
-def test_of_many_workers_with_one_wake_up_one_starts_the_job(harness):
+def test_only_one_of_many_workers_with_the_same_offer_starts_the_job(harness):
     harness.register()
     job_id = harness.submit()
     offer = harness.notifications.offers[0]
@@ -373,7 +373,7 @@ def test_with_redis_down_a_settle_is_stored_and_a_later_reap_releases_the_slot(h
     assert harness.offered() == [second] and harness.state(first) is State.COMPLETED
 
 
-def test_with_the_database_down_the_lease_is_held_on(harness, monkeypatch):
+def test_a_settle_while_the_database_is_down_keeps_the_lease(harness, monkeypatch):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -426,7 +426,7 @@ def test_the_cooldown_of_a_busy_server_has_a_default_and_a_maximum(harness):
         harness.settle(harness.start())
 
 
-def test_a_job_that_met_a_busy_server_keeps_its_place(harness):
+def test_a_job_returned_by_a_busy_server_keeps_its_position(harness):
     harness.register()
     ids = [harness.submit() for _ in range(3)]
     harness.settle(harness.start(), OutcomeKind.BUSY)
@@ -435,7 +435,7 @@ def test_a_job_that_met_a_busy_server_keeps_its_place(harness):
     assert harness.run_all() == ids
 
 
-def test_a_day_without_its_server_costs_a_job_nothing(harness):
+def test_a_job_whose_server_is_unreachable_for_a_day_uses_no_attempt(harness):
     harness.register(1, max_retries=0, max_crashes=1)
     job_id, starts, end = harness.submit(), 0, harness.now + 86_400_000
     while harness.now < end:
@@ -538,7 +538,7 @@ def test_a_job_that_waits_is_canceled_at_once(harness, delay_s):
     assert harness.notifications.ends == [(job_id, State.CANCELED)]
 
 
-def test_a_running_job_is_canceled_when_its_server_lets_go(harness):
+def test_a_running_job_is_canceled_only_when_its_server_has_ended_the_run(harness):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -598,7 +598,7 @@ def test_a_canceled_run_without_a_result_is_canceled_at_once(harness, kind):
     assert [(ended_id, state) for ended_id, state in harness.notifications.ends] == [(job_id, State.CANCELED)]
 
 
-def test_a_settle_whose_answer_was_lost_leaves_its_job_in_its_place(harness, monkeypatch):
+def test_a_settle_whose_reply_is_lost_keeps_the_position_of_its_job(harness, monkeypatch):
     """The commit is done and its reply is lost; a repeated settle changes nothing."""
     harness.register()
     first, second = harness.submit(), harness.submit()
@@ -723,8 +723,8 @@ def test_no_server_report_is_needed_of_what_is_not_running(
     assert passes.find_stale_runs(harness.dispatcher, {"gpu": UP_AND_IDLE}) == []
 
 
-def test_a_server_that_cannot_be_given_a_cooldown_does_not_keep_the_slot(harness, monkeypatch):
-    """Redis fails once, between two calls: the second one is tried all the same."""
+def test_a_slot_is_released_even_if_the_cooldown_of_its_server_fails(harness, monkeypatch):
+    """Redis fails once, between two calls; the dispatcher still makes the second call."""
     harness.register(1)
     job_id = harness.submit()
     task = harness.start()

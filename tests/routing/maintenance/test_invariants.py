@@ -64,7 +64,7 @@ def test_a_healthy_system_has_no_finding_at_any_step_of_a_job(busy):
         assert look(busy) == set()
 
 
-def test_queue_1_a_waiting_job_that_is_nowhere_in_redis_is_found_until_it_is_brought_back(busy):
+def test_queue_1_a_queued_job_that_is_missing_in_redis_is_reported_until_it_is_enqueued_again(busy):
     job = busy.job("j2")
     busy.dispatcher.queues.withdraw("zimg", [job.queued])
     assert look(busy) == {Finding(Check.ROOM, "zimg")}

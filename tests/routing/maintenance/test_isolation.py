@@ -201,7 +201,7 @@ def test_the_leases_of_idle_fleets_are_not_read(harness, register_idle_fleets, m
     assert {fleet: len(held) for fleet, held in leases.items() if held} == {"idle3": 1} and len(leases) == 20
 
 
-def test_what_another_process_queued_while_it_did_not_reach_redis_is_swept(harness) -> None:
+def test_a_job_that_another_process_accepted_without_redis_is_swept(harness) -> None:
     harness.register()
     passes.sweep(harness.dispatcher)
     receipt = harness.cut_off().submit([harness.a()], LOCAL_IDENTITY)[0]
@@ -230,7 +230,7 @@ def test_a_job_whose_promoter_died_is_swept(harness) -> None:
     assert harness.offered() == [job_id]
 
 
-def test_what_becomes_visible_late_is_swept_all_the_same(harness, monkeypatch) -> None:
+def test_a_job_whose_event_becomes_visible_late_is_still_swept(harness, monkeypatch) -> None:
     """On PostgreSQL a transaction may commit after one that began later."""
     monkeypatch.setattr("routing.maintenance.sweep._VISIBLE_WITHIN_S", {"sqlite": 10.0, "postgresql": 10.0})
     harness.register()
@@ -341,7 +341,7 @@ def _forget(harness: Harness, model: str) -> None:
         connection.exec_driver_sql("UPDATE counters SET value = value + 1 WHERE name = 'catalog_version'")
 
 
-def test_the_keys_of_a_fleet_that_is_gone_are_removed(harness) -> None:
+def test_the_keys_of_a_removed_fleet_are_deleted(harness) -> None:
     harness.register(model="flux", server="other")
     harness.register()
     harness.submit("flux")
@@ -353,10 +353,10 @@ def test_the_keys_of_a_fleet_that_is_gone_are_removed(harness) -> None:
     passes.reconcile(harness.dispatcher)
     assert _keys_of(harness, "flux") == [] and harness.run_all() == [job_id]
     harness.register(model="flux", server="other")
-    assert harness.submit("flux") in harness.offered(), "it may come again"
+    assert harness.submit("flux") in harness.offered(), "the fleet may be added again"
 
 
-def test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease(harness) -> None:
+def test_the_keys_of_a_removed_fleet_are_kept_while_it_holds_a_lease(harness) -> None:
     harness.register(model="flux", server="other")
     harness.submit("flux")
     harness.start()
@@ -425,7 +425,7 @@ def test_a_job_that_is_queued_again_before_its_slot_is_released_is_offered_after
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-def test_many_deadlines_leave_the_others_their_turn(harness, monkeypatch) -> None:
+def test_many_expired_deadlines_are_processed_in_chunks(harness, monkeypatch) -> None:
     monkeypatch.setattr("routing.maintenance.deadlines._CHUNK", 10)
     harness.register()
     ids = harness.submit_all([harness.a(ttl_s=1) for _ in range(35)])
@@ -482,7 +482,7 @@ def test_a_delayed_report_occupies_no_slot_for_a_job_that_has_ended_since(harnes
     assert harness.free() == 1
 
 
-def test_a_report_that_waited_makes_no_ghost_of_a_job_that_began_since(harness) -> None:
+def test_a_report_requested_before_a_run_started_does_not_make_the_run_stale(harness) -> None:
     harness.register()
     report = ServerReport(True, 0, frozenset(), asked_ms=harness.now)
     harness.submit()

@@ -200,7 +200,7 @@ def test_a_lease_that_is_handed_back_between_the_reapers_read_and_write_is_not_r
     assert (job.state, job.attempt, job.crashes) == (State.RUNNING, 2, 0)
 
 
-def test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone(harness, deaths):
+def test_a_quarantined_slot_and_a_lease_that_another_reaper_has_seized_are_not_reaped(harness, deaths):
     drains, other = harness.submit(), harness.submit()
     end_run_with(harness.dispatcher, harness.start(KILLED), Reason.CANCEL_REQUESTED, server_still_running="canceled")
     task = harness.start(KILLED)

@@ -76,17 +76,19 @@ def test_ghost_the_lease_of_a_live_worker_is_released_only_after_a_second_check(
     assert harness.renewal(task) is Renewal.LOST
 
 
-def test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id(harness):
+def test_a_run_with_a_remote_id_is_not_stale_and_its_result_is_requested_by_that_id(harness):
     harness.register(model_type="async")
     job_id = harness.submit()
     task = harness.start()
     harness.remote(task)
     harness.later(SILENT_MS)
     assert heed(harness, UP_AND_IDLE) == look_twice(harness, UP_AND_IDLE, UP_AND_IDLE) == 0
-    assert harness.renewal(task) is Renewal.RENEWED, "its worker asks by itself"
+    assert harness.renewal(task) is Renewal.RENEWED, "its worker requests the result itself"
     harness.later(LEASE_MS)
     assert passes.reap(harness.dispatcher) == 1
-    assert harness.job(job_id).remote_id == harness.start("w2").run.remote_id == "r-1", "or the next one does"
+    assert harness.job(job_id).remote_id == harness.start("w2").run.remote_id == "r-1", (
+        "otherwise the next worker requests it"
+    )
 
 
 def test_ghost_a_run_that_its_server_does_not_list_for_longer_than_a_poll_takes_is_lost(harness):
@@ -115,7 +117,7 @@ def test_a_young_lease_may_be_ahead_of_its_servers_count(harness):
     assert harness.state(job_id) is State.RUNNING
 
 
-def test_ghost_the_result_of_a_run_that_was_given_up_is_not_stored(harness):
+def test_ghost_the_result_of_an_abandoned_run_is_not_stored(harness):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -123,14 +125,14 @@ def test_ghost_the_result_of_a_run_that_was_given_up_is_not_stored(harness):
     heed(harness, UP_AND_IDLE)
     again = harness.start("w2")
     assert harness.settle(task).moved is None  # LEASE-3
-    assert harness.renewal(again) is Renewal.RENEWED, "and the slot is not freed under the next run"
+    assert harness.renewal(again) is Renewal.RENEWED, "the slot is not released during the next run"
     assert harness.settle(again).moved is not None and harness.job(job_id).attempt == 2
 
 
 # -- orphan ----------------------------------------------------------------------------------------------------
 
 
-def test_orphan_the_slot_of_a_run_whose_lease_is_gone_is_not_offered_while_the_server_runs_it(harness):
+def test_orphan_the_slot_of_a_run_without_a_lease_is_not_offered_while_the_server_runs_it(harness):
     harness.register()
     harness.submit(id="one", ttl_s=1)
     task = harness.start()
@@ -147,7 +149,7 @@ def test_orphan_the_slot_of_a_run_whose_lease_is_gone_is_not_offered_while_the_s
     heed(harness, UP_AND_IDLE)
     harness.later(WITHHELD_MS)
     passes.sweep(harness.dispatcher)
-    assert len(harness.offered()) == 1, "as soon as it has let go"
+    assert len(harness.offered()) == 1, "as soon as the server has ended the run"
 
 
 def test_orphan_a_run_whose_lease_redis_lost_is_adopted_with_its_slot(harness):

@@ -96,7 +96,7 @@ def test_a_node_of_a_dead_gateway_gets_no_more_jobs(home: Home) -> None:
     assert found is not None and found.state is NodeState.ABSENT
 
 
-def test_a_fleet_with_an_absent_node_is_not_repaired_again_and_again(home: Home) -> None:
+def test_a_fleet_with_an_absent_node_is_repaired_only_once(home: Home) -> None:
     home.serve()
     sweeper = sweep.Sweeper(home.harness.dispatcher)
     sweeper.sweep()

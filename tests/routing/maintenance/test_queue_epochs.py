@@ -54,7 +54,7 @@ def run_everything(harness: Harness, owner: str) -> None:
 
 
 @pytest.mark.parametrize("disturb", [set_policy_edf, empty_redis, discard])
-def test_slot_1_a_start_on_its_way_while_the_queue_is_filled_again_shares_its_slot_with_none(
+def test_slot_1_a_start_during_a_refill_of_the_queue_shares_its_slot_with_no_other_run(
     harness: Harness, disturb: Callable[[Harness], None]
 ):
     harness.register(slots=1)
@@ -103,14 +103,14 @@ def test_each_fill_has_its_epoch_number_and_processes_that_fill_together_share_t
     assert queue_epochs.read_numbers(harness.database, ["a", "c"]) == {"a": 10, "c": 6}
 
 
-def test_a_fleet_that_a_newer_release_fills_is_left_alone(harness: Harness):
+def test_a_fleet_that_a_newer_release_fills_is_not_filled_by_an_older_release(harness: Harness):
     assert queue_epochs.claim(harness.database, {"zimg": Filling("newer")}, QUEUE_FORMAT + 1, 1) == {"zimg": 1}
     assert queue_epochs.claim(harness.database, {"zimg": Filling("older")}, QUEUE_FORMAT, 2) == {}
     harness.register()
     assert not harness.dispatcher.fleets.counts(["zimg"])["zimg"].is_open
 
 
-def test_a_queue_that_is_older_than_the_newest_is_left_and_then_filled_again(harness: Harness):
+def test_a_queue_with_an_old_epoch_is_kept_by_the_first_sweep_and_refilled_by_a_later_sweep(harness: Harness):
     """A proxy leads to the primary that was replaced: first by old connections, then by new ones."""
     harness.register()
     job = harness.submit()
@@ -118,7 +118,7 @@ def test_a_queue_that_is_older_than_the_newest_is_left_and_then_filled_again(har
     elsewhere = queue_epochs.claim(harness.database, {"zimg": Filling("at the new primary")}, QUEUE_FORMAT, harness.now)
     sweeper = passes.of(harness.dispatcher).sweeper
     sweeper.sweep()
-    assert harness.dispatcher.fleets.counts(["zimg"])["zimg"].is_open, "the next connection may lead elsewhere"
+    assert harness.dispatcher.fleets.counts(["zimg"])["zimg"].is_open, "the next connection may reach another Redis"
     sweeper.sweep()
     sweeper.sweep()
     assert numbers(harness)["zimg"] > elsewhere["zimg"]

@@ -80,7 +80,7 @@ def test_an_offer_of_a_job_that_has_ended_is_taken_back(harness):
     assert harness.queue.waiting() == []
 
 
-def test_a_worker_that_died_under_a_job_costs_a_crash_and_the_job_goes_back_to_its_place(harness):
+def test_a_worker_that_dies_during_a_run_costs_a_crash_and_the_job_keeps_its_position(harness):
     harness.register()
     first, second = harness.submit(), harness.submit()
     harness.start()
@@ -109,7 +109,7 @@ def test_a_job_whose_workers_keep_dying_becomes_dead(harness):
     assert harness.run_all() == [good]
 
 
-def test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle(harness):
+def test_a_worker_whose_lease_was_reaped_can_neither_renew_nor_release_nor_settle(harness):
     harness.register()
     job_id = harness.submit()
     zombie = harness.start("zombie")
@@ -171,7 +171,7 @@ def test_a_lease_whose_run_had_already_ended_is_only_freed(harness):
     assert harness.offered() == [following]
 
 
-def test_a_worker_that_died_between_claim_and_start_costs_the_job_nothing(harness):
+def test_a_worker_that_dies_between_claim_and_start_costs_the_job_no_crash(harness):
     harness.register()
     job_id = harness.submit()
     assert claim_offer(harness.dispatcher.leases, harness.notifications.offers.pop(), "w1") is not None
@@ -238,7 +238,7 @@ def test_a_job_whose_worker_died_in_the_middle_of_a_call_is_repeated_on_the_same
     assert harness.free() == 1
 
 
-def test_a_draining_worker_hands_its_run_back_and_it_costs_the_job_nothing(harness):
+def test_a_run_that_a_draining_worker_hands_back_counts_neither_as_a_crash_nor_as_a_failure(harness):
     harness.register(2)
     job_id = harness.submit()
     task = harness.start()
@@ -458,7 +458,7 @@ def test_a_later_job_does_not_overtake_an_earlier_job_before_the_queue_is_rebuil
     assert harness.run_all() == [early, late]
 
 
-def test_two_rebuilds_at_once_are_harmless(harness):
+def test_concurrent_rebuilds_restore_each_job_once_and_in_order(harness):
     harness.register(2)
     ids = [harness.submit() for _ in range(6)]
     harness.start("w1")
@@ -529,7 +529,7 @@ def test_slot_2_the_sweep_offers_what_was_missed(harness):
     assert harness.offered() == [ids[1]]
 
 
-def test_queue_1_the_sweep_brings_in_what_was_accepted_while_redis_was_away(harness):
+def test_queue_1_the_sweep_enqueues_the_jobs_that_were_accepted_while_redis_was_down(harness):
     harness.register()
     running = harness.submit()
     for _ in range(3):
@@ -585,7 +585,7 @@ def test_a_policy_can_change_while_jobs_wait_and_run(harness):
     assert harness.run_all() == [ids[0], ids[2], ids[4], ids[3], ids[1]]
 
 
-def test_a_process_with_an_old_catalog_cannot_bring_an_old_policy_back(harness):
+def test_a_process_with_an_old_catalog_cannot_restore_an_old_policy(harness):
     harness.register(1, policy="fifo")
     harness.set_state("paused")
     old = harness.a_dispatcher(harness.redis)
@@ -657,7 +657,7 @@ def test_concurrent_checks_of_the_deadlines_end_a_job_once(harness):
 # -- purge -----------------------------------------------------------------------------------------------------
 
 
-def test_what_ended_before_the_retention_time_is_removed_and_nothing_else(harness):
+def test_only_jobs_that_ended_before_the_retention_time_are_removed(harness):
     harness.register(2)
     old, waiting, running = harness.submit(), harness.submit(), harness.submit()
     harness.settle(harness.start())

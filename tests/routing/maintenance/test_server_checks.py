@@ -42,7 +42,7 @@ def test_a_server_that_is_down_has_a_longer_cooldown_each_time_and_none_when_it_
 SILENT = ServerReport(up=True, is_silent=True)
 
 
-def test_a_server_whose_health_check_is_not_answered_in_time_gets_jobs_last(harness):
+def test_a_server_that_does_not_answer_its_health_check_in_time_gets_jobs_last(harness):
     harness.register(2, server="hung")
     harness.register(1, server="other")
     passes.apply_health(harness.dispatcher, {"hung": SILENT, "other": UP_AND_IDLE})
@@ -236,7 +236,7 @@ def test_a_later_run_of_a_suspect_is_no_suspect(harness):
     assert harness.renewal(again) is Renewal.RENEWED
 
 
-def test_a_suspect_that_has_ended_meanwhile_is_left_alone(harness):
+def test_a_suspected_run_that_has_ended_in_the_meantime_is_not_ended_again(harness):
     harness.register()
     job_id = harness.submit()
     task = harness.start()
@@ -283,7 +283,7 @@ def test_a_silent_worker_alone_frees_nothing(harness, report):
     assert harness.queue.dump() == before
 
 
-def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(harness):
+def test_servers_that_were_down_and_servers_of_silent_workers_are_checked_first(harness):
     for name in ("calm", "down", "silent"):
         harness.register(1, server=name)
     for _ in range(3):
@@ -297,7 +297,7 @@ def test_servers_that_were_down_and_those_of_silent_workers_are_asked_first(harn
     assert passes.servers_to_check_now(harness.dispatcher) == {"down", "silent"}
 
 
-def test_an_open_offer_makes_no_server_urgent(harness):
+def test_an_open_offer_does_not_cause_an_immediate_check_of_its_server(harness):
     harness.register()
     harness.submit()
     harness.later(OFFER_MS - 1)
@@ -377,14 +377,16 @@ def test_a_run_that_has_just_ended_and_is_reported_by_its_attempt_id_is_not_dire
     assert harness.free() == 2
 
 
-def test_a_time_that_a_server_asked_for_is_not_ended_by_its_health(harness):
+def test_a_health_check_does_not_end_a_cooldown_that_the_server_requested(harness):
     harness.register()
     job_id = harness.submit()
     harness.settle(harness.start(), OutcomeKind.BUSY, retry_after_s=5)
     for _ in range(3):
         passes.apply_reports(harness.dispatcher, {"gpu": UP_AND_IDLE})
         harness.later(SECOND)
-    assert harness.offered() == [], "it said when to come back"
+    assert harness.offered() == [], "the server requested the length of the cooldown"
     harness.later(2 * SECOND)
     harness.dispatcher.queues.offer("zimg", 1)
-    assert harness.job(job_id).state is State.QUEUED and harness.free() == 0, "its time is over, so it is offered"
+    assert harness.job(job_id).state is State.QUEUED and harness.free() == 0, (
+        "the cooldown is over, so the job is offered"
+    )

@@ -21,7 +21,7 @@ def count(active: int | None) -> ServerReport:
     return ServerReport(True, active)
 
 
-def test_match_a_lease_whose_job_the_server_runs_is_left_alone():
+def test_match_a_lease_whose_job_the_server_runs_is_not_reported():
     assert compare_runs([a_lease("a"), a_lease("b")], ids("a", "b")) == NOTHING
 
 
@@ -36,11 +36,11 @@ def test_ghost_the_comparison_names_a_lease_whose_job_the_server_does_not_report
 
 @pytest.mark.parametrize("report", [ids(), count(0)])
 @pytest.mark.parametrize(("age_ms", "stale"), [(0, ()), (MIN_AGE_MS - 1, ()), (MIN_AGE_MS, ("a",)), (10**9, ("a",))])
-def test_a_lease_younger_than_five_seconds_is_no_ghost(age_ms, stale, report):
+def test_a_lease_younger_than_five_seconds_is_not_stale(age_ms, stale, report):
     assert compare_runs([a_lease("a", age_ms)], report).stale == stale
 
 
-def test_a_young_lease_still_covers_its_run():
+def test_a_run_with_a_young_lease_is_not_reported_as_unknown():
     assert compare_runs([a_lease("a", 0)], ids("a")) == NOTHING
 
 
@@ -97,7 +97,7 @@ def test_every_lease_and_every_run_is_exactly_one_of_the_cases(leases, running):
 
 
 @given(_leases, st.integers(0, 6))
-def test_with_a_count_alone_no_more_is_freed_than_is_certain(leases, active):
+def test_a_report_of_only_a_count_makes_leases_stale_only_if_the_count_is_zero(leases, active):
     found = compare_runs(leases, count(active))
     assert found.unaccounted == max(0, active - len(leases))
     assert not found.stale or active == 0

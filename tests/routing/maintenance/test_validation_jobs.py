@@ -151,7 +151,7 @@ def test_a_validation_job_that_waits_too_long_is_canceled_and_counts_as_no_answe
     assert validating.judge() == 1 and validating.validations.read_answers({}) == []
 
 
-def test_a_job_that_was_noted_and_never_submitted_is_given_up(harness: Harness) -> None:
+def test_a_claimed_validation_whose_job_was_never_submitted_is_abandoned(harness: Harness) -> None:
     validating = Validating(harness, "gpu")
     (due,) = validating.validations.list_all()
     assert validating.validations.claim(due, harness.now + 10**9, "nobody", harness.now)

@@ -104,7 +104,7 @@ def test_a_run_that_starts_and_ends_in_different_passes_is_counted_with_its_full
     assert found.runs[("zimg",)].sum_s == 5.0
 
 
-def test_two_that_count_at_once_count_each_event_once(
+def test_two_concurrent_counters_count_each_event_once(
     database: Database, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     an_ended_job(store)
@@ -139,7 +139,7 @@ def test_sums_outlive_the_jobs_that_they_count(database: Database, store: JobSto
     assert _counted(database).ended == {("zimg", "dead"): 1}
 
 
-def test_what_is_not_counted_yet_has_an_age(database: Database, store: JobStore) -> None:
+def test_the_counting_lag_is_the_age_of_the_oldest_uncounted_event(database: Database, store: JobStore) -> None:
     assert job_counters.counting_lag_ms(database, T0) == 0
     a_queued_job(store)
     assert job_counters.counting_lag_ms(database, T0 + SECOND) == SECOND

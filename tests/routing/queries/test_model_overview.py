@@ -72,7 +72,7 @@ def test_the_throughput_counts_the_jobs_of_the_present_minute() -> None:
     assert model_overview._throughput(minutes, FIRST + 30 * SECOND) == 2.0
 
 
-def test_the_use_of_the_present_minute_is_that_of_the_seconds_that_are_over() -> None:
+def test_the_usage_of_the_current_minute_counts_only_its_elapsed_seconds() -> None:
     minutes = [model_overview.MinuteUsage() for _ in range(MINUTES)] + [model_overview.MinuteUsage(busy_ms=5 * SECOND)]
     assert model_overview._slot_use(minutes, [], 1, FIRST + 10 * SECOND)[-1] == 0.5
 

@@ -44,7 +44,7 @@ def test_an_offered_job_is_being_started(measured: Harness) -> None:
     )
 
 
-def test_a_stopped_model_gives_no_estimate(measured: Harness) -> None:
+def test_a_job_of_a_paused_model_has_a_position_and_no_estimate(measured: Harness) -> None:
     job = measured.job([measured.submit() for _ in range(3)][2]).queued
     measured.catalog.set_model_state("zimg", "paused")
     found = read_position(measured.dispatcher, measured.living_worker(), job)
@@ -59,7 +59,7 @@ def test_a_job_that_redis_does_not_have_has_no_position(harness: Harness) -> Non
     assert queue_position(harness.dispatcher, harness.living_worker(), job, None) == QueuePosition()
 
 
-def test_a_redis_that_does_not_answer_is_not_asked_again_at_once(harness: Harness, monkeypatch) -> None:
+def test_after_a_redis_error_the_position_is_not_requested_again_at_once(harness: Harness, monkeypatch) -> None:
     harness.register(1)
     job, calls, workers = harness.job(harness.submit()).queued, [], harness.living_worker()
 

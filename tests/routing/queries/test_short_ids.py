@@ -26,7 +26,7 @@ def test_a_job_is_found_by_the_beginning_and_by_the_end_of_its_id(store: JobStor
 
 
 @pytest.mark.parametrize("short", [_ONE[:7], _ONE[-7:], "%%%%%%%%", "________", "x" * 8, "", "-" * 8, "b" * 8])
-def test_what_is_no_part_of_an_id_finds_nothing(store: JobStore, short: str) -> None:
+def test_a_text_that_is_no_part_of_an_id_finds_no_job(store: JobStore, short: str) -> None:
     store.submit([a_job(id=job_id) for job_id in (_ONE, _TWIN, _OTHER)], T0)
     assert short_ids.find(store.database, short, None).ids == ()
 

@@ -47,7 +47,7 @@ def check(client: Redis, asked: dict, environment: str, own: dict, of_model: dic
     assert bool(offers) == meets(constraints, server, model), (constraints, attributes)
 
 
-def test_the_script_and_the_policy_agree_on_whether_a_server_meets_what_a_job_needs(client: Redis):
+def test_the_script_and_the_python_code_agree_on_whether_a_server_meets_the_constraints(client: Redis):
     @settings(
         max_examples=int(ASKED_FOR or "400"),
         derandomize=ASKED_FOR is None,

@@ -113,7 +113,7 @@ def test_a_newer_queue_elsewhere_closes_an_older_queue_and_discards_its_contents
 
 
 @pytest.mark.parametrize("close", ["close_queue", "discard_queue"])
-def test_only_a_new_filling_gets_another_name(queue, close):
+def test_a_reopened_queue_keeps_the_name_of_its_filling_and_a_discarded_queue_gets_a_new_name(queue, close):
     queue.with_slots(1)
     before = queue.client.hget(queue.key("meta"), "filling")
     queue.run(close, queue.version if close == "close_queue" else 1)
@@ -198,11 +198,11 @@ def test_a_run_that_started_while_the_queue_was_filled_is_removed_from_its_lane(
     assert queue.waiting() == ["j2"] and queue.taken() == {"gpu-slot0": "j1"} and queue.offer() == []
 
 
-def test_slot_1_a_run_whose_slot_was_given_away_costs_its_server_another_one(queue):
+def test_slot_1_a_restored_run_whose_slot_is_taken_occupies_another_slot_of_its_server(queue):
     queue.with_slots(2)
     (other,) = queue.enqueue(a("other", 1))
     assert queue.restore((a("old", 2), "x-1", "w1", other.slot)) == 1
-    assert queue.enqueue(a("next", 3)) == [], "two run on the two slots"
+    assert queue.enqueue(a("next", 3)) == [], "both slots are taken"
     queue.sync(Server("gpu", 2))
     assert queue.offer() == []
     _, offers = queue.release(other, "")

@@ -36,7 +36,7 @@ def test_constraints_that_no_server_meets_do_not_slow_down_an_offer(queue, polic
 
 
 @POLICIES
-def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_of_them(queue, policy):
+def test_an_offer_makes_no_more_calls_for_many_constraints_that_the_same_servers_meet(queue, policy):
     queue.configure(policy=policy).with_servers(Server("other", models=("flux",)), LARGE)
     queue.enqueue(asks("first", 1, 1))
 
@@ -51,7 +51,7 @@ def test_constraints_that_the_same_servers_meet_cost_an_offer_no_more_than_one_o
     assert calls_of(queue, lambda: one_job(5)) <= before + 2
 
 
-def test_the_turn_among_many_constraints_is_that_of_the_policy(queue):
+def test_jobs_with_many_different_constraints_start_in_the_order_of_the_policy(queue):
     queue.with_servers(LARGE)
     queue.cool_down("large", 1000)
     jobs = [asks(f"x{n}", n, 1 + n % 7, f"t{n % 2}", 1 + n * 5 % 9) for n in range(30)]
@@ -76,7 +76,7 @@ def test_a_new_server_gets_the_jobs_that_no_other_server_could_run_in_order(queu
     assert queue.drain() == ["x4", "x3", "x2", "x1", "x0"]
 
 
-def test_what_a_server_no_longer_declares_it_gets_no_more(queue):
+def test_a_server_gets_no_job_whose_constraints_it_no_longer_meets(queue):
     queue.with_servers(Server("gpu", attributes={"memory": 80}))
     (held,) = queue.enqueue(asks("j1", 1, 60), asks("j2", 2, 60), asks("j3", 3, 30))
     queue.sync(Server("gpu", attributes={"memory": 40}))
@@ -92,7 +92,7 @@ def test_a_job_is_never_offered_to_a_server_that_stopped_meeting_its_constraints
     assert queue.release(held, "") == ("released", [])
 
 
-def test_nothing_is_left_of_constraints_whose_jobs_have_gone(queue):
+def test_the_keys_of_constraints_are_deleted_with_their_last_job(queue):
     queue.with_servers(SMALL)
     queue.cool_down("small", 1000)
     before = queue.dump().keys()
@@ -103,15 +103,17 @@ def test_nothing_is_left_of_constraints_whose_jobs_have_gone(queue):
     assert queue.dump().keys() <= before
 
 
-def test_the_place_of_a_job_counts_no_jobs_that_no_server_can_run(queue):
+def test_the_position_of_a_job_does_not_count_jobs_that_no_server_can_run(queue):
     queue.with_servers(SMALL)
     queue.cool_down("small", 1000)
     queue.enqueue(*[asks(f"x{n}", n, 100 + n % 2, "mean") for n in range(1, 9)], a("other", 10), asks("met", 11, 30))
     assert queue.position(asks("met", 11, 30)) == ["waiting", 1]
-    assert queue.position(asks("x8", 8, 100, "mean")) == ["waiting", 3], "before it: those of its own constraints"
+    assert queue.position(asks("x8", 8, 100, "mean")) == ["waiting", 3], (
+        "only jobs with the same constraints are before it"
+    )
 
 
-def test_what_waits_of_a_tenant_is_counted_whether_a_server_meets_it_or_not(queue):
+def test_the_queued_jobs_of_a_tenant_are_counted_even_if_no_server_meets_their_constraints(queue):
     queue.with_servers(SMALL)
     queue.enqueue(*[asks(f"x{n}", n, 100 + n, "mean") for n in range(1, 9)])
     assert queue.run("model_status", "mean|zimg", 0)[:2] == [8, 8]

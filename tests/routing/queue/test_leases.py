@@ -79,14 +79,14 @@ def test_a_job_is_never_offered_twice(queue):
 # -- claim -----------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_gives_the_lease_an_owner_and_its_full_time(queue, offer):
+def test_a_claim_gives_the_lease_an_owner_and_the_full_duration(queue, offer):
     queue.later(5)
     assert queue.run("claim", "j", offer.lease, "w1", LEASE_MS) == list(offer._replace(owner="w1"))
     assert queue.lease_of("j")["owner"] == "w1"
     assert queue.expiry_of("j") == START_MS + 5 + LEASE_MS
 
 
-def test_what_one_has_claimed_cannot_be_claimed_again(queue, held):
+def test_a_claimed_offer_cannot_be_claimed_again_by_its_owner(queue, held):
     unchanged(queue, lambda: queue.claim(held, "w1"), "lost")
 
 
@@ -95,7 +95,7 @@ def test_another_worker_cannot_claim_what_is_claimed(queue, held):
 
 
 @pytest.mark.parametrize("wrong", [{"lease": "p0-9"}, {"job": "nobody"}])
-def test_an_offer_that_is_gone_cannot_be_claimed(queue, offer, wrong):
+def test_an_offer_that_does_not_exist_cannot_be_claimed(queue, offer, wrong):
     unchanged(queue, lambda: queue.claim(offer._replace(**wrong), "w1"), "lost")
 
 
@@ -228,7 +228,7 @@ def test_a_background_refresh_of_the_total_capacity_blocks_no_caller(queue, repo
 # -- renew -----------------------------------------------------------------------------------------------------
 
 
-def test_a_renewal_by_the_holder_gives_the_full_time_again(queue, held):
+def test_a_renewal_by_the_holder_restores_the_full_duration(queue, held):
     queue.later(LEASE_MS - 1)
     assert queue.renew("w1", held) == ["renewed"]
     assert queue.expiry_of("j") == queue.now + LEASE_MS
@@ -239,7 +239,7 @@ def test_only_the_holder_renews_its_lease(queue, held, owner, wrong):
     unchanged(queue, lambda: queue.renew(owner, held._replace(**wrong)), ["lost"])
 
 
-def test_renewals_are_answered_one_by_one_in_the_order_asked(queue):
+def test_a_renewal_of_several_leases_returns_one_reply_for_each_in_the_order_of_the_request(queue):
     queue.with_slots(3)
     one, two, three = queue.enqueue(a("j1", 1), a("j2", 2), a("j3", 3))
     queue.claim(one, "w1")
@@ -294,14 +294,14 @@ def test_a_release_is_harmless_the_second_time(queue, held):
     assert queue.dump() == before
 
 
-def test_the_slot_is_handed_on_in_the_same_step(queue, held):
+def test_a_release_offers_the_slot_to_the_next_job_in_the_same_step(queue, held):
     queue.enqueue(a("next", 2))
     answer, (following,) = queue.release(held)
     assert (answer, following.job, following.slot, following.owner) == ("released", "next", "gpu-slot0", "")
     assert queue.expiry_of("next") == START_MS + OFFER_MS
 
 
-def test_only_the_first_offer_goes_straight_to_the_taker(queue):
+def test_a_release_claims_only_the_first_offer_for_the_claimant(queue):
     queue.with_slots(1)
     (held,) = queue.enqueue(a("j", 1))
     queue.claim(held)
@@ -362,7 +362,7 @@ def test_held_names_every_lease_with_the_time_that_it_lasts_and_writes_nothing(q
     assert queue.dump() == before
 
 
-def test_who_seizes_a_lease_holds_it_and_its_former_holder_does_not(queue, held):
+def test_a_seized_lease_belongs_to_the_reaper_and_no_longer_to_its_former_holder(queue, held):
     queue.later(3)
     assert queue.seize(held, "w1", "reaper", new_lease="s1", only_expired=False) == "seized"
     assert queue.expiry_of("j") == queue.now + LEASE_MS
@@ -376,13 +376,13 @@ def test_who_seizes_a_lease_holds_it_and_its_former_holder_does_not(queue, held)
 
 
 @pytest.mark.parametrize(("owner", "wrong"), [("w2", {}), ("", {}), ("w1", {"lease": "p0-9"}), ("w1", {"job": "x"})])
-def test_only_the_lease_that_was_seen_can_be_seized(queue, held, owner, wrong):
+def test_a_lease_that_differs_from_the_observed_lease_cannot_be_seized(queue, held, owner, wrong):
     queue.later(LEASE_MS)
     unchanged(queue, lambda: queue.seize(held._replace(**wrong), owner, only_expired=True), "lost")
     unchanged(queue, lambda: queue.seize(held._replace(**wrong), owner, only_expired=False), "lost")
 
 
-def test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired(queue, held):
+def test_a_lease_that_was_renewed_in_the_meantime_is_not_seized_as_expired(queue, held):
     queue.later(LEASE_MS)
     queue.renew("w1", held)
     unchanged(queue, lambda: queue.seize(held, "w1", only_expired=True), "lost")
@@ -467,7 +467,7 @@ def test_a_restored_lease_whose_slot_was_given_away_gets_the_slot_next(queue):
     assert not queue.client.exists(queue.key("slots:gpu-slot0"))
 
 
-def test_an_open_offer_that_is_restored_can_be_claimed_and_is_not_made_of_a_slot_that_was_given_away(queue):
+def test_a_restored_offer_can_be_claimed_and_an_offer_of_a_taken_slot_is_not_restored(queue):
     queue.with_slots(2).enqueue(a("holder", 1))
     (taken,) = queue.taken()
     (free,) = {"gpu-slot0", "gpu-slot1"} - {taken}

@@ -1,9 +1,9 @@
 """Claim, renew, release and seize of one lease by many threads are linearizable.
 
-The model is a register that holds (name, owner) of the lease.  Real histories, each act with the moments of its
-call and of its answer, are searched for an order of the acts, one after another and none before it was called or
-after it was answered, in which the register gives the same answers (Wing & Gong 1993, with the states that have
-been tried remembered, as Lowe 2017 does).
+The model is a register that holds (name, owner) of the lease.  Each act of a real history has the times of its
+call and its response.  The check searches for a sequential order of the acts in which the register returns the
+same responses; no act may come before its call or after its response.  The algorithm is by Wing & Gong (1993),
+with a memory of the states already tried (Lowe 2017).
 """
 
 import random
@@ -108,7 +108,7 @@ OPEN, MINE, THEIRS = Lease("l1", ""), Lease("l1", "me"), Lease("l1", "you")
 NEXT = Lease("l2", "")
 
 
-def test_a_history_in_turn_is_linearizable():
+def test_a_sequential_history_is_linearizable():
     history = [
         Act("claim", OPEN, "me", MINE, 1, 2),
         Act("claim", OPEN, "you", None, 3, 4),

@@ -26,7 +26,7 @@ def test_jobs_of_a_lane_are_offered_in_the_order_of_acceptance(queue):
 
 
 @pytest.mark.parametrize("policy", ["fifo", "priority"])
-def test_the_policy_decides_whether_the_priority_or_the_acceptance_counts(queue, policy):
+def test_the_policy_decides_whether_jobs_are_ordered_by_priority_or_by_acceptance(queue, policy):
     draw = random.Random(11)
     jobs = [a(f"j{seq}", seq, priority=draw.randint(1, 9)) for seq in range(1, 60)]
     queue.configure(policy=policy)
@@ -117,7 +117,7 @@ def test_enqueue_returns_the_number_of_new_jobs_and_offers_each_free_slot_at_onc
     assert len({offer.lease for offer in offers}) == 2
 
 
-def test_a_job_that_waits_or_is_offered_is_left_as_it_is(queue):
+def test_enqueuing_a_queued_or_offered_job_again_changes_nothing(queue):
     queue.with_slots(1)
     jobs = [a("offered", 1), a("waits", 2), a("waits too", 3)]
     queue.enqueue(*jobs)
@@ -161,7 +161,7 @@ def test_a_waiting_job_can_be_withdrawn_and_leaves_nothing(queue):
     assert queue.dump() == empty
 
 
-def test_withdrawing_the_head_lets_the_next_job_decide_the_lanes_place(queue):
+def test_after_the_first_job_is_withdrawn_the_next_job_decides_the_position_of_the_lane(queue):
     queue.configure(policy="fifo")
     queue.enqueue(a("h", 1), a("x", 5), a("other", 3, priority=2))
     queue.withdraw(a("h", 1))
@@ -169,7 +169,7 @@ def test_withdrawing_the_head_lets_the_next_job_decide_the_lanes_place(queue):
     assert queue.drain() == ["other", "x"]
 
 
-def test_the_holder_of_a_job_that_is_withdrawn_is_asked_to_cancel_it(queue):
+def test_the_holder_of_a_withdrawn_job_is_asked_to_cancel_the_job(queue):
     queue.with_slots(1)
     (offer,) = queue.enqueue(a("j", 1))
     queue.claim(offer)
@@ -239,7 +239,7 @@ def test_a_change_of_policy_reorders_a_hundred_lanes_and_loses_no_job(queue):
     assert queue.drain() == ids(sorted(jobs, key=lambda job: (job.priority, job.seq)))
 
 
-def test_a_job_that_returns_after_a_change_of_policy_does_not_bring_the_old_policy_back(queue):
+def test_a_job_that_returns_after_a_change_of_policy_is_ordered_by_the_new_policy(queue):
     queue.with_slots(1)
     (running,) = queue.enqueue(a("running", 1, 5), a("five", 2, 5), a("six", 3, 6), a("five again", 4, 5))
     queue.configure(policy="fifo")

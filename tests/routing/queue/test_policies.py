@@ -138,7 +138,7 @@ def test_enqueuing_jobs_twice_does_not_change_their_order(queue, policy):
 
 @pytest.mark.parametrize("old", ROWS)
 @pytest.mark.parametrize("new", ROWS)
-def test_a_change_of_policy_gives_the_order_that_the_new_one_would_have_given(queue, client, old, new):
+def test_after_a_change_of_policy_the_order_equals_that_of_a_new_queue_with_this_policy(queue, client, old, new):
     jobs = mixed(150)
     queue.configure(policy=old)
     queue.enqueue(*jobs)
@@ -176,7 +176,7 @@ def test_under_edf_a_job_that_returns_to_its_lane_precedes_later_deadlines(queue
     assert (following.job, queue.waiting()) == ("first", ["second", "last"])
 
 
-def test_under_edf_a_lease_that_was_restored_goes_back_to_its_place(queue):
+def test_under_edf_the_job_of_a_restored_lease_returns_to_its_position(queue):
     jobs = [a(f"j{n}", n, deadline=START_MS + 10_000 - 1000 * n) for n in range(1, 4)]
     queue.configure(policy="edf").with_slots(1)
     queue.restore((jobs[1], "l1", "w1", "gpu-slot0"))
@@ -205,7 +205,7 @@ def by_tenant(jobs: list[Job], order: list[str]) -> list[str]:
 
 
 @every_policy
-def test_a_paused_tenant_waits_and_keeps_its_place(queue, policy):
+def test_the_jobs_of_a_paused_tenant_stay_queued_until_the_tenant_is_resumed(queue, policy):
     jobs = mixed(60, tenants=2)
     queue.configure(policy=policy)
     queue.enqueue(*jobs)
@@ -345,7 +345,7 @@ def test_under_priority_the_least_urgent_starve_and_under_aging_they_do_not(queu
         assert ("low" not in started) is starves
 
 
-def test_fifo_and_the_most_urgent_of_priority_are_overtaken_by_nothing():
+def test_no_job_overtakes_a_fifo_job_or_a_job_of_the_highest_priority():
     assert longest_overtaking_s(9, ModelConfig(policy="fifo")) == 0
     assert longest_overtaking_s(1, ModelConfig(policy="priority")) == 0
     assert longest_overtaking_s(2, ModelConfig(policy="priority")) is None
@@ -476,7 +476,7 @@ def test_a_job_without_a_suitable_free_slot_does_not_block_the_jobs_behind_it(qu
     assert queue.waiting() == ["first"]
 
 
-def test_of_equal_servers_the_less_loaded_is_chosen(queue):
+def test_the_less_loaded_of_equal_servers_is_chosen(queue):
     queue.with_servers(Server("a", 4), Server("b", 4), Server("c", 4))
     offers = queue.enqueue(*[a(f"j{n}", n) for n in range(1, 7)])
     assert Counter(offer.server for offer in offers) == {"a": 2, "b": 2, "c": 2}
@@ -546,7 +546,7 @@ def test_affinity_saves_four_of_five_swaps_on_four_models_over_two_servers(queue
 
 
 @pytest.mark.parametrize("affinity_s", [2, 10])
-def test_once_it_is_its_turn_a_job_is_passed_over_no_longer_than_the_affinity(queue, affinity_s):
+def test_a_job_whose_turn_has_come_is_passed_over_no_longer_than_the_affinity(queue, affinity_s):
     """A stream of one model never ends; the others' jobs get their turn within the bound, and one run."""
     queue.configure("m0", affinity=affinity_s).configure("m1", affinity=affinity_s)
     queue.with_servers(Server("only", 1, models=("m0", "m1")))
@@ -579,7 +579,7 @@ def test_a_server_changes_its_model_if_its_last_job_was_of_another_or_is_not_kno
     assert found == [True, False, True, False, True]
 
 
-def test_of_two_runs_at_once_only_the_first_of_a_model_changes_it_and_stays_the_one_that_did(queue):
+def test_only_the_first_of_two_concurrent_runs_of_a_model_counts_as_a_change_of_the_model(queue):
     queue.with_servers(Server("only", 2, models=("m0", "m1")))
     (before,) = queue.enqueue(a("j1", 1, model="m0"))
     queue.release(before, "", signal="ok")
@@ -619,7 +619,7 @@ def test_a_server_of_one_model_swaps_no_model_after_any_outcome_of_a_run(queue):
     assert not swaps(again)
 
 
-def test_what_a_server_has_that_was_away_is_not_known(queue):
+def test_the_loaded_model_of_a_server_is_unknown_after_a_cooldown(queue):
     _, offer = _changing(queue, "m0")
     queue.release(offer, "", signal="ok")
     queue.cool_down("only", 1)
@@ -628,7 +628,7 @@ def test_what_a_server_has_that_was_away_is_not_known(queue):
     assert swaps(offer)
 
 
-def test_what_a_server_had_before_a_lease_that_was_written_again_is_not_known(queue):
+def test_the_loaded_model_of_a_server_is_unknown_after_one_of_its_leases_was_restored(queue):
     job = a("j", 2)
     (before,) = queue.with_slots(1).enqueue(a("i", 1))
     queue.release(before, "", signal="ok")
@@ -677,7 +677,7 @@ def test_an_open_breaker_reports_its_end_time_and_its_cause(queue):
     assert why_of(queue) == [0, "", 0]
 
 
-def test_a_servers_breaker_opens_after_failures_in_a_row_and_lets_one_probe_through(queue):
+def test_a_breaker_opens_after_consecutive_failures_and_allows_one_probe(queue):
     queue.with_slots(3)
     fail(queue, 3)
     assert breaker_of(queue) == "open"
@@ -741,8 +741,8 @@ def test_jobs_that_failed_before_may_probe_if_no_other_waits_and_prolong_no_brea
         queue.release(probe, "", signal="failed", return_to_lane=True)
 
 
-def test_two_bad_jobs_that_are_retried_keep_no_good_ones_from_starting(queue):
-    """Nobody else submits meanwhile."""
+def test_two_failing_jobs_that_are_retried_do_not_prevent_other_jobs_from_starting(queue):
+    """No other client submits a job in the meantime."""
     queue.with_slots(2)
     for _ in range(30):
         queue.enqueue(a("bad1", 1), a("bad2", 2), limit=0)
@@ -772,7 +772,7 @@ def test_a_probe_without_a_signal_lets_another_probe_start(queue):
     assert again.job == "j1" and breaker_of(queue) == "probing"
 
 
-def test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing(queue):
+def test_interrupted_failures_and_repeated_failures_of_one_job_do_not_open_the_breaker(queue):
     queue.with_slots(1)
     for n in range(10):
         fail(queue, 2, first=10 * n + 1)
@@ -782,7 +782,7 @@ def test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing(
     assert breaker_of(queue) == "closed"
 
 
-def test_a_breaker_opens_by_the_rate_of_failures_too(queue):
+def test_a_breaker_also_opens_at_a_high_failure_rate(queue):
     queue.with_slots(1)
     for n in range(60):
         (offer,) = queue.enqueue(a(f"j{n}", n + 1), limit=1)
@@ -803,7 +803,7 @@ def test_a_models_breaker_leaves_the_other_models_of_the_server_alone(queue):
     assert [offer.job for offer in queue.offer()] == ["b"]
 
 
-def test_the_probes_lease_that_is_gone_does_not_block_the_breaker_for_ever(queue):
+def test_a_lost_lease_of_a_probe_does_not_block_the_breaker_forever(queue):
     queue.with_slots(1)
     fail(queue, 3)
     queue.enqueue(a("j1", 11), a("j2", 12))

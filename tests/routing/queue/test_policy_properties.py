@@ -1,6 +1,6 @@
-"""The policies over generated acts: after each, all that is derived equals what the plain data in Redis give.
+"""The policies over generated acts: after each act, derived data equal the values computed from the plain data.
 
-Plain are the jobs in their lanes, the leases and the clock; derived are indexes, keys, counters and what is offered.
+Plain data are the jobs in their lanes, the leases and the clock; derived data are indexes, keys, counters and offers.
 Two models share three servers, policies and limits change while jobs wait and run, and Redis is lost now and then.
 SLOTKEEPER_TEST_EXAMPLES makes the search longer.
 """
@@ -508,7 +508,7 @@ def _declared(server: Server) -> CatalogServer:
 
 
 @pytest.mark.timeout(600)  # A failure is made as small as can be first.
-def test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done(client: Redis):
+def test_derived_data_always_equal_the_values_computed_from_the_plain_data(client: Redis):
     run_state_machine_as_test(lambda: PoliciesMachine(client), settings=search(20, stateful_step_count=40))
 
 

@@ -110,7 +110,7 @@ def test_an_operator_stops_a_node_as_any_server(queue: FleetQueue, presence: Pre
     assert len(queue.members("free")) == 2
 
 
-def test_a_sync_makes_no_slot_of_an_absent_node_free(queue: FleetQueue, presence: Presence) -> None:
+def test_a_sync_frees_no_slot_of_an_absent_node(queue: FleetQueue, presence: Presence) -> None:
     queue.with_servers(NODE)
     queue.sync(NODE, Server("gpu", 1), repairs=True)
     assert queue.members("free") == ["gpu-slot0"]

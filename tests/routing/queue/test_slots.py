@@ -45,7 +45,7 @@ def test_new_slots_can_be_offered_at_once(queue):
     assert [(offer.job, offer.slot) for offer in queue.offer()] == [("j2", "gpu-slot1")]
 
 
-def test_slots_that_are_gone_are_offered_no_more(queue):
+def test_removed_slots_are_not_offered(queue):
     queue.with_slots(3)
     queue.sync(Server("gpu", 1))
     assert queue.members("free") == ["gpu-slot0"]
@@ -138,7 +138,7 @@ def test_a_model_name_may_look_like_a_server_or_slot_name(queue, name):
 
 
 @pytest.mark.parametrize("served", [("zimg-large",), ("my-zimg", "zimg2"), ("xonline", "x5")])
-def test_a_server_does_not_serve_a_model_whose_name_is_part_of_another(queue, served):
+def test_a_server_gets_no_job_of_a_model_whose_name_is_only_a_part_of_a_served_name(queue, served):
     queue.with_servers(Server("gpu", 3, models=served))
     for n, model in enumerate(("zim", "img", "large", "online", "5", "3", "online 3", "gpu"), 1):
         assert queue.enqueue(a(f"j{n}", n, model=model)) == []
@@ -245,7 +245,7 @@ def test_a_slot_in_cooldown_is_not_offered_before_the_cooldown_ends(queue):
     assert queue.members("cooling") == [] and len(queue.members("free")) == 1
 
 
-def test_a_woken_server_is_offered_at_once(queue):
+def test_a_server_whose_cooldown_is_ended_early_is_offered_at_once(queue):
     queue.with_slots(2)
     queue.cool_down("gpu", 1000)
     queue.enqueue(a("j", 1))
@@ -366,7 +366,7 @@ def test_slot_1_leases_on_numbers_that_a_server_has_lost_count_against_those_it_
     assert len(offers) == 1 and len(queue.taken()) == 2
 
 
-def test_slots_that_are_given_back_are_offered_again_beside_the_leases_that_outlived_them(queue):
+def test_slots_that_are_added_back_are_offered_unless_an_older_lease_still_holds_them(queue):
     queue.with_slots(4)
     held = queue.enqueue(*[a(f"j{n}", n) for n in range(1, 5)])
     queue.release(held[0], "", limit=0)
@@ -389,7 +389,7 @@ def test_a_server_that_is_registered_again_under_its_name_starts_without_its_old
     assert queue.run("server_status")[0][6] == "closed"
 
 
-def test_a_sync_writes_the_index_of_a_kind_again_if_it_lacks_slots(queue):
+def test_a_sync_repairs_a_free_slot_index_that_lacks_slots(queue):
     queue.with_slots(2)
     (index,) = queue.client.scan_iter(f"{queue.key('free')}:*")
     complete = queue.client.zrange(index, 0, -1)
@@ -453,7 +453,7 @@ def slots(queue):
     return Slots(queue.scripts, RoutingSettings())
 
 
-def test_only_what_has_changed_is_sent(queue, slots):
+def test_a_sync_sends_only_the_servers_that_have_changed(queue, slots):
     gpu0, gpu1 = _a_server("gpu0"), _a_server("gpu1")
     slots.sync_all(["zimg"], _catalog(1, gpu0, gpu1))
     queue.client.hdel(queue.key("servers"), "gpu0")  # It does not come back, as it has not changed.

@@ -91,7 +91,7 @@ def test_under_fair_a_new_weight_also_counts_for_slot_time_used_before(queue):
     assert sum(turn(queue, "gpu", SECOND).startswith("slow") for _ in range(30)) >= 15
 
 
-def test_under_fair_a_weight_that_is_taken_back_counts_for_what_was_used_before_too(queue):
+def test_under_fair_the_removal_of_a_weight_also_applies_to_earlier_usage(queue):
     queue.configure(policy="fair", weights={"slow": 0.001}).with_slots(1)
     queue.enqueue(*[a(f"{tenant}{n}", 2 * n + (tenant == "plain"), tenant=tenant)
                    for n in range(60) for tenant in ("slow", "plain")], limit=1)  # fmt: skip
@@ -130,7 +130,7 @@ def test_tags_are_deleted_although_the_fleet_offers_other_models_in_between(queu
     assert queue.client.zcard(queue.key("tags:zimg")) < 32
 
 
-def test_under_fair_runs_too_short_to_be_measured_give_a_position_all_the_same(queue):
+def test_under_fair_runs_too_short_to_be_measured_still_give_a_position(queue):
     queue.configure(policy="fair").with_slots(1)
     queue.enqueue(*[a(f"j{n}", n, tenant=f"t{n % 3}") for n in range(30)])
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_a_passed_over_job_keeps_its_affinity_wait_when_a_more_urgent_job_runs_i
     assert queue.now - came <= 7 * SECOND, "the affinity time, and the runs before and after it"
 
 
-def test_a_job_is_passed_over_no_longer_because_a_third_model_had_its_turn(queue):
+def test_a_turn_of_a_third_model_does_not_extend_the_time_for_which_a_job_is_passed_over(queue):
     share(queue, {"affinity": 5}, {"affinity": 5}, {"affinity": 5})
     queue.enqueue(a("first", 1, model="m0"))
     queue.enqueue(*[a(f"{model}-{n}", 100 + n, model=model) for n in range(200) for model in ("m0", "m1")])
@@ -188,7 +188,7 @@ def test_the_time_of_one_model_that_is_passed_over_is_not_that_of_another(queue)
     assert [step(queue)[0] for _ in range(5)] == ["j", "j", "j", "j", "h"]
 
 
-def test_a_job_that_is_gone_leaves_no_time_behind_for_the_next_one(queue):
+def test_the_waiting_time_of_a_withdrawn_job_does_not_count_for_the_next_job(queue):
     share(queue, {"affinity": 3}, {"affinity": 3})
     queue.enqueue(a("first", 1, model="m0"))
     queue.enqueue(*[a(f"j{n}", 100 + n, model="m0") for n in range(100)])
@@ -282,7 +282,7 @@ def crowded(client: Redis) -> FleetQueue:
     return queue.with_servers(*(Server(f"gpu{n}", 2, models=(f"m{n}",)) for n in range(3)))
 
 
-def test_if_very_many_groups_wait_each_kind_of_server_has_its_turn(crowded: FleetQueue) -> None:
+def test_with_very_many_groups_each_kind_of_server_gets_its_turn(crowded: FleetQueue) -> None:
     crowded.enqueue(*(a(f"j{n}", n, model=f"m{n % 3}") for n in range(30)), limit=0)
     served = []
     for _ in range(6):

@@ -84,7 +84,7 @@ def test_each_cancel_and_retry_of_a_job_is_audited_beside_the_events_of_the_job(
     assert [event.type for event in store.list_events(waiting.id)] == ["job.enqueued", "job.canceled"]
 
 
-def test_what_is_refused_or_finds_nothing_is_no_act(database, store):
+def test_an_act_that_is_refused_or_finds_no_object_writes_no_audit_entry(database, store):
     job = an_ended_job(store)
     with audit.acting_as(EVE):
         assert not store.request_cancel(job.id, T0, _note("job.cancel", job))
@@ -132,7 +132,7 @@ def test_acts_are_found_by_actor_server_model_and_time(database, store):
 
 
 @pytest.mark.parametrize("statement", ["UPDATE events SET actor = 'nobody'", "DELETE FROM events"])
-def test_the_database_refuses_to_change_or_remove_an_act(database, store, statement):
+def test_the_database_refuses_to_change_or_delete_an_audit_entry(database, store, statement):
     a_queued_job(store)
     with audit.acting_as(EVE):
         Catalog(database).register("zimg", "gpu1", "http://gpu1/run", 2, T0)

@@ -1,4 +1,4 @@
-"""The client of the REST API, against an API that answers in all sorts of ways."""
+"""The client of the REST API, against an API with many kinds of responses and errors."""
 
 import json
 import socket
@@ -60,7 +60,7 @@ def test_a_refusal_has_code_field_and_remedy_and_is_not_repeated(httpserver: HTT
     assert str(error) == "No such model: Register it."
 
 
-def test_without_patience_an_api_that_is_away_is_an_error_at_once() -> None:
+def test_with_zero_patience_an_unreachable_api_raises_an_error_at_once() -> None:
     with pytest.raises(ApiUnreachable):
         Client("http://127.0.0.1:1").get_job("1", patience_s=0)
 
@@ -87,7 +87,7 @@ def in_a_process(code: str, folder: Path) -> dict[str, object]:
     return found
 
 
-def test_the_package_loads_the_client_when_it_is_used_and_needs_no_click_for_it(tmp_path: Path) -> None:
+def test_the_package_loads_the_client_at_its_first_use_and_without_click(tmp_path: Path) -> None:
     code = (
         "import json, sys, slotkeeper\n"
         "before = 'requests' in sys.modules\n"
@@ -98,7 +98,7 @@ def test_the_package_loads_the_client_when_it_is_used_and_needs_no_click_for_it(
     assert in_a_process(code, tmp_path) == {"before": False, "loaded": ["requests"]}
 
 
-def test_where_a_module_of_the_user_hides_tasks_the_error_names_it_and_the_remedy(tmp_path: Path) -> None:
+def test_the_import_error_names_the_user_module_that_hides_tasks_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text("")
     code = (
         "import json\n"
@@ -114,8 +114,8 @@ def test_infer_is_the_celery_task(tmp_path: Path) -> None:
     assert in_a_process(code, tmp_path) == {"name": "infer"}
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API is restarted while it answers."""
+def test_a_request_is_repeated_after_a_truncated_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API restarts while it sends its response."""
     monkeypatch.setattr("slotkeeper.client.time.sleep", lambda _: None)
     body = b'{"job_id": "1", "status": "canceled"}'
     head = (
@@ -152,7 +152,7 @@ def test_a_502_of_the_api_itself_is_an_error(httpserver: HTTPServer, client: Cli
         client.get_job("1")
 
 
-def test_a_proxy_whose_api_stays_away_leaves_the_outcome_unknown(httpserver: HTTPServer, client: Client) -> None:
+def test_a_proxy_error_that_lasts_leaves_the_outcome_unknown(httpserver: HTTPServer, client: Client) -> None:
     httpserver.expect_request("/queue/jobs/1").respond_with_data("<html>Bad Gateway</html>", 502)
     with pytest.raises(OutcomeUnknown):
         client.wait_for_job("1", patience_s=0)

@@ -1,4 +1,4 @@
-"""What the shared clock showed some time ago, after it was set."""
+"""Earlier times of the shared clock, after the clock was set."""
 
 import pytest
 
@@ -21,7 +21,9 @@ NOW = 1_000_000
         ([Step(NOW - 100, 5_000), Step(NOW - 5_200, 1_000)], 300, NOW - 6_300),
     ],
 )
-def test_what_the_clock_showed_some_time_ago(steps: list[Step], duration: int, ago: int) -> None:
+def test_ago_ms_returns_the_earlier_time_of_the_clock_across_its_steps(
+    steps: list[Step], duration: int, ago: int
+) -> None:
     clock = Clock()
     clock.steps = steps
     assert clock.ago_ms(duration, NOW) == ago

@@ -73,7 +73,7 @@ def test_flux_is_polled_every_three_seconds_for_twenty_minutes():
         {"breaker_failures": 10_001},
     ],
 )
-def test_what_cannot_work_is_refused(wrong):
+def test_an_invalid_model_configuration_is_refused(wrong):
     with pytest.raises(ValidationError):
         ModelConfig(**wrong)
 
@@ -112,11 +112,11 @@ _BY_TENANT = ("weights", "tenant_slot_limits")
 
 @pytest.mark.parametrize("wrong", [True, "1", NAN, INFINITE, -INFINITE, [1]])
 @pytest.mark.parametrize("name", [*_NUMBERS, *_BY_TENANT])
-def test_only_a_finite_number_is_a_number(name, wrong):
+def test_only_a_finite_number_is_accepted_as_a_number(name, wrong):
     with pytest.raises(ValidationError) as refused:
         ModelConfig(**{name: {"acme": wrong} if name in _BY_TENANT else wrong})
     (fault,) = refused.value.errors()
-    assert fault["loc"] == ((name, "acme") if name in _BY_TENANT else (name,))  # the refusal says where
+    assert fault["loc"] == ((name, "acme") if name in _BY_TENANT else (name,))  # the error names the field
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_validation_error_names_the_valid_values(wrong, remedy):
         ModelConfig(**wrong)
 
 
-def test_new_policies_change_nothing_until_they_are_asked_for():
+def test_optional_policies_are_off_by_default():
     config = ModelConfig()
     assert (config.policy, config.capacity, config.capacity_per_slot, config.max_waiting) == ("priority",) + (None,) * 3
     assert (config.tenant_slots, config.tenant_slot_limits, config.weights) == (None, {}, {})
@@ -150,7 +150,7 @@ def test_a_broker_of_an_unknown_kind_is_refused(variable, monkeypatch):
         _ = TaskSettings().broker
 
 
-def test_what_a_newer_release_has_stored_counts_as_not_set():
+def test_overrides_of_a_newer_release_count_as_not_set():
     stored = {"max_retries": 7, "policy": "auction", "gravity": 9.81, "affinity": -1}
     assert parse_overrides(stored) == (ModelConfig(max_retries=7), {"policy", "gravity", "affinity"})
     assert parse_overrides({"max_retries": 7}) == (ModelConfig(max_retries=7), set())

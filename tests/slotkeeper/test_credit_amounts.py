@@ -21,7 +21,7 @@ def test_an_amount_is_read_in_credits(text: str, micro: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0,5", "1,25", "1_0", "1e9", "1e999999", "nan", "0.0000001", "١", "1" * 13])
-def test_what_may_be_meant_otherwise_is_refused(text: str) -> None:
+def test_an_ambiguous_amount_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no amount of credits, such as 12"):
         parse_credits(text)
 

@@ -28,7 +28,7 @@ from slotkeeper.json_fault import describe_fault
         (b'{"a": 1} x', "unexpected content after document at character 10"),
     ],
 )
-def test_the_first_fault_is_named_with_its_place(text, clause):
+def test_the_first_fault_is_described_with_its_position(text, clause):
     assert describe_fault(text) == clause
 
 
@@ -40,7 +40,7 @@ def test_a_long_number_is_shortened():
     assert len(describe_fault(b"[1" + b"0" * 1000 + b"e999]")) < 100
 
 
-def test_an_integer_with_too_many_digits_is_named_with_its_place_and_what_to_do():
+def test_an_integer_with_too_many_digits_is_described_with_its_position_and_the_remedy():
     message = describe_fault(b'{"n":' + b"7" * 4301 + b"}")
     assert message == "a whole number has more than 4,300 digits; send it as a text (character 6)"
 

@@ -23,7 +23,7 @@ def test_an_integer_of_more_than_4300_digits_is_refused_with_what_to_do(text):
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", ",", "{", "[" * 100_000, '"\xff'])
 @pytest.mark.parametrize("before", ["", "1" * 30 + ","])
-def test_what_is_not_json_is_refused(text, before):
+def test_invalid_json_is_refused(text, before):
     with pytest.raises(ValueError):
         json_text.loads(f"[{before}{text}]")
 
@@ -33,6 +33,6 @@ def test_digits_in_a_text_change_nothing():
     assert json_text.loads(text) == {"card": "12345678901234567890", "n": 1.5}
 
 
-def test_what_can_be_no_json_is_not_written():
+def test_a_value_without_a_json_form_raises_a_type_error():
     with pytest.raises(TypeError):
         json_text.dumps({"a": object(), "n": 2**70})

@@ -48,7 +48,7 @@ def test_a_pointer_finds_the_same_value_in_a_large_text_as_in_its_parsed_objects
     assert pointers.resolve(reported, at) == found
 
 
-def test_a_large_part_of_a_large_text_is_kept_as_it_came() -> None:
+def test_a_large_part_of_a_large_text_is_kept_unchanged() -> None:
     text = b'{"result": {"b":"' + _FILL.encode() + b'", "n": 1.10}, "status": 1}'
     for parsed in (
         large_json.parse(text),
@@ -59,7 +59,7 @@ def test_a_large_part_of_a_large_text_is_kept_as_it_came() -> None:
         assert json_text.dumps(part) == b'{"b":"' + _FILL.encode() + b'", "n": 1.10}'
 
 
-def test_of_two_members_of_one_name_the_last_counts_in_a_large_text_as_in_a_small_one() -> None:
+def test_the_last_of_two_members_of_one_name_counts_in_a_large_text_as_in_a_small_text() -> None:
     text = b'{"fill":"' + _FILL.encode() + b'","at":1,"at":2}'
     assert pointers.resolve(large_json.parse(text), ("at",)) == json_text.loads(b'{"at":1,"at":2}')["at"]
 

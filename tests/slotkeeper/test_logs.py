@@ -138,7 +138,7 @@ def test_an_event_is_logged_once_when_logs_are_configured_twice(log_lines: Calla
     assert sum(isinstance(handler, QueueHandler) for handler in logging.getLogger().handlers) == 1
 
 
-def test_it_goes_to_standard_error_as_it_is_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_goes_to_the_current_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
     monkeypatch.setattr(sys, "stderr", io.StringIO())

@@ -100,7 +100,7 @@ def test_a_process_does_not_take_itself_for_dead(folder):
     assert lives.find_dead() == ProcessLocks(folder).find_dead() == []
 
 
-def test_who_ends_in_order_leaves_nothing(folder):
+def test_a_process_that_releases_its_lock_leaves_no_file(folder):
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     lives.release(NAME)
@@ -108,7 +108,7 @@ def test_who_ends_in_order_leaves_nothing(folder):
     assert lives.find_dead() == [] and list(folder.iterdir()) == []
 
 
-def test_what_another_kernel_wrote_proves_nothing(folder, monkeypatch):
+def test_a_file_of_another_boot_does_not_prove_that_its_process_has_ended(folder, monkeypatch):
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     _die(lives)
@@ -117,7 +117,7 @@ def test_what_another_kernel_wrote_proves_nothing(folder, monkeypatch):
     assert lives.find_dead() == []
 
 
-def test_where_the_kernel_has_no_boot_id_nothing_is_locked_and_nothing_is_proved(folder, monkeypatch):
+def test_without_a_boot_id_no_lock_is_acquired_and_no_process_is_reported_as_dead(folder, monkeypatch):
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     _die(lives)
@@ -126,7 +126,7 @@ def test_where_the_kernel_has_no_boot_id_nothing_is_locked_and_nothing_is_proved
         assert lives.find_dead() == []
         with pytest.raises(OSError, match="boot id"):
             lives.acquire("worker/other")
-    assert lives.find_dead() == [NAME], "and left nothing behind"
+    assert lives.find_dead() == [NAME], "the failed acquire left no file"
     assert len(list(folder.iterdir())) == 1
 
 
@@ -152,7 +152,7 @@ def test_a_renamed_file_does_not_prove_the_end_of_another_process(folder):
 
 
 @pytest.mark.parametrize("much", [0, 10, -1])
-def test_what_was_not_written_to_its_end_proves_nothing(folder, much):
+def test_a_truncated_file_does_not_prove_that_its_process_has_ended(folder, much):
     lives = ProcessLocks(folder)
     lives.acquire(NAME)
     file = _one(folder)
@@ -204,7 +204,7 @@ def test_acquire_fails_on_a_full_disk(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_where_there_is_no_state_folder_none_is_made(tmp_path):
+def test_a_missing_state_folder_is_not_created(tmp_path):
     with pytest.raises(OSError, match="no state folder"):
         ProcessLocks(tmp_path / "var" / "workers").acquire(NAME)
     assert list(tmp_path.iterdir()) == [] and ProcessLocks(tmp_path / "var" / "workers").find_dead() == []

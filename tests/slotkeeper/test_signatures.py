@@ -56,7 +56,7 @@ def test_an_envelope_of_another_type_is_refused() -> None:
 
 
 @given(st.sampled_from(["payload", "sig"]), st.integers(min_value=0), st.integers(1, 255))
-def test_each_changed_byte_of_an_envelope_is_refused(member: str, place: int, change: int) -> None:
+def test_an_envelope_with_a_changed_byte_is_refused(member: str, place: int, change: int) -> None:
     envelope = deepcopy(_envelope())
     holder = envelope if member == "payload" else envelope["signatures"][0]
     data = bytearray(base64.b64decode(holder[member]))

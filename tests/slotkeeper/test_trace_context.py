@@ -20,7 +20,7 @@ def test_a_traceparent_is_kept_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("given", [f"cc-{TRACE}-{SPAN}-01", f"cc-{TRACE}-{SPAN}-01-what-the-future-will-be-like"])
-def test_of_a_later_version_what_is_known_is_kept(given: str) -> None:
+def test_the_known_fields_of_a_later_version_are_kept(given: str) -> None:
     assert parse_traceparent(given) == GOOD
 
 
@@ -48,7 +48,7 @@ def test_unknown_trace_flags_are_not_propagated() -> None:
         f"00-{TRACE}-{SPAN}-٠1",
     ],
 )
-def test_what_is_no_traceparent_is_ignored(given: str | None) -> None:
+def test_an_invalid_traceparent_is_ignored(given: str | None) -> None:
     assert parse_traceparent(given) is None
 
 

@@ -121,7 +121,7 @@ def test_a_later_attempt_gets_the_finished_result_signed_for_itself(homes: Calla
     assert _statement(home.status("j1-1", 1)).attempt == 1
 
 
-def test_a_run_is_on_disk_before_it_begins_and_its_end_before_its_slot_is_free(
+def test_a_run_is_stored_before_it_starts_and_its_end_is_stored_before_its_slot_is_free(
     homes: Callable[..., Home], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, gate = homes(), Gate(tmp_path / "gate")
@@ -164,7 +164,7 @@ def test_a_run_that_died_with_the_agent_is_not_reported_as_never_received(
     gate.open()
 
 
-def test_a_forwarded_run_holds_its_slot_until_its_server_is_gone(homes: Callable[..., Home]) -> None:
+def test_a_forwarded_run_holds_its_slot_until_its_server_has_stopped(homes: Callable[..., Home]) -> None:
     release = threading.Event()
 
     def hold(_: object) -> bytes:
@@ -199,7 +199,7 @@ def test_a_node_refuses_a_job_of_another_model_or_declaration(
     assert (response.status, orjson.loads(response.body)["scope"]) == (409, scope)
 
 
-def test_a_payload_that_is_too_large_is_for_another_node(homes: Callable[..., Home]) -> None:
+def test_a_payload_that_is_too_large_for_a_node_is_refused_with_scope_job(homes: Callable[..., Home]) -> None:
     home = homes()
     response = home.run(b"x" * (home.config.max_payload_bytes + 1))
     assert (response.status, orjson.loads(response.body)["scope"]) == (409, "job")
@@ -220,7 +220,7 @@ def test_a_full_disk_refuses_runs_before_they_begin(homes: Callable[..., Home]) 
     assert home.health()["active_jobs"] == 0 and not home.journal.has(f"j{number}" + "x" * 100 + "-1")
 
 
-def test_a_run_whose_end_cannot_be_stored_still_has_its_result(homes: Callable[..., Home], tmp_path: Path) -> None:
+def test_a_run_whose_end_cannot_be_stored_still_returns_its_result(homes: Callable[..., Home], tmp_path: Path) -> None:
     home, gate = homes(), Gate(tmp_path / "gate")
     response = home.run(orjson.dumps(gate.payload))
     home.journal._connection.execute("PRAGMA query_only = 1")
@@ -229,13 +229,13 @@ def test_a_run_whose_end_cannot_be_stored_still_has_its_result(homes: Callable[.
     assert home.status()["status"] == "completed" and home.journal.list_unended()
 
 
-def test_a_local_server_that_is_busy_or_away_costs_nothing(homes: Callable[..., Home]) -> None:
+def test_a_run_that_its_local_server_refuses_as_busy_is_refused_with_scope_node(homes: Callable[..., Home]) -> None:
     with Scripted(lambda _seen: b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n") as server:
         response = homes(zimg={"forward": f"{server.url}/generate"}).run()
     assert (response.status, orjson.loads(response.body)["scope"]) == (409, "node")
 
 
-def test_old_results_are_deleted_and_what_began_is_remembered(tmp_path: Path) -> None:
+def test_old_results_are_deleted_and_the_start_of_a_run_is_kept_longer(tmp_path: Path) -> None:
     home = Home(tmp_path)
     _end(home.run())
     now = [time.time() + run_journal.RESULT_AGE_S + 10]

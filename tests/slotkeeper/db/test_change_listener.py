@@ -17,7 +17,9 @@ def news(database: Database) -> ChangeDetector:
     return found
 
 
-def test_whatever_anybody_commits_is_news_once(news: ChangeDetector, store: JobStore, database_url: str) -> None:
+def test_each_commit_by_any_connection_is_reported_once(
+    news: ChangeDetector, store: JobStore, database_url: str
+) -> None:
     a_queued_job(store)
     assert [news.has_changed(), news.has_changed()] == [True, False]
     another = Database(database_url)
@@ -28,7 +30,7 @@ def test_whatever_anybody_commits_is_news_once(news: ChangeDetector, store: JobS
     assert [news.has_changed(), news.has_changed()] == [True, False]
 
 
-def test_what_was_only_read_is_no_change(news: ChangeDetector, store: JobStore) -> None:
+def test_a_read_is_not_reported_as_a_change(news: ChangeDetector, store: JobStore) -> None:
     store.get("nobody")
     assert not news.has_changed()
 
@@ -57,7 +59,7 @@ def test_a_listener_that_fails_takes_it_for_a_change(database: Database, monkeyp
     found.stop()
 
 
-def test_a_callback_that_raises_stops_neither_the_others_nor_the_thread(
+def test_a_callback_that_raises_stops_neither_the_other_callbacks_nor_the_thread(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(change_listener, "POLL_S", 0.001)

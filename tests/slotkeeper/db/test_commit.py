@@ -67,7 +67,7 @@ def test_many_threads_write_much_and_each_write_is_committed_exactly_once(databa
     assert _count(database, jobs_table) == _count(database, events) == threads * writes
 
 
-def test_two_processes_that_write_much_lose_and_double_nothing(database, store):
+def test_many_concurrent_writes_of_two_databases_lose_and_duplicate_no_job(database, store):
     other = JobStore(Database(database.url))
     work = [lambda s=s: [s.submit([a_job()], T0)[0] for _ in range(25)] for s in (store, other) * 3]
     answers = [answer for answered in at_once(*work) for answer in answered]
@@ -183,7 +183,7 @@ def test_job_2_a_transition_keeps_its_one_event_when_a_later_unit_of_its_group_f
     assert [why for _, why, _ in trail_of(store, run.job.id)] == ["submitted", "started", "finished"]
 
 
-def test_of_two_transitions_of_one_job_in_one_group_only_the_first_counts(database, store):
+def test_only_the_first_of_two_starts_of_one_job_in_one_group_succeeds(database, store):
     job = a_queued_job(store)
     first, second, third = in_one_group(
         database,
@@ -290,7 +290,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_unit_stores_nothing_and_the
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_what_a_writers_connection_is_set_to_concerns_no_other_even_when_it_is_given_up(database):
+def test_the_settings_of_a_write_connection_do_not_apply_to_others_after_a_failed_write(database):
     with pytest.raises(ZeroDivisionError):
         database.write(lambda _: 1 // 0)
     with ExitStack() as stack:
@@ -360,12 +360,12 @@ def test_a_database_locked_by_another_process_refuses_writes_and_can_still_be_re
     assert store_start(store, job.id, "gpu1", "gpu1-slot0", "l", T0).attempt == 1
 
 
-def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_for_each(impatient, lock, monkeypatch):
+def test_a_group_that_cannot_begin_fails_as_a_whole_after_one_attempt(impatient, lock, monkeypatch):
     groups: list[int] = []
     commit = impatient._group._commit
 
     def lock_out(group: Any, *more: Any) -> bool:
-        """In the moment between the holder's commit and the group's BEGIN."""
+        """Lock the database between the holder's commit and the group's BEGIN."""
         lock.execute("BEGIN IMMEDIATE")
         groups.append(len(group))
         return commit(group, *more)
@@ -382,7 +382,7 @@ def test_a_group_that_cannot_begin_is_refused_as_a_whole_and_does_not_wait_once_
     assert groups == [6]
 
 
-def test_a_group_that_loses_its_database_half_way_does_not_wait_once_for_each(database, store, monkeypatch):
+def test_a_group_that_loses_its_database_midway_fails_after_one_connection_attempt(database, store, monkeypatch):
     begins: list[bool] = []
 
     def gone(_: object) -> Any:

@@ -30,7 +30,7 @@ def connection(database):
         yield connection
 
 
-def test_parameters_are_given_by_name_and_rows_have_the_names_of_their_columns(connection):
+def test_parameters_are_bound_by_name_and_rows_have_the_names_of_their_columns(connection):
     assert ADD.execute(connection, {"size": 3, "name": "a", "more": "than it takes"}) == 1
     assert [(row.name, row.size) for row in GROW.fetch_all(connection, {"p_name": "a", "p_by": 4})] == [("a", 7)]
     assert GROW.fetch_first(connection, {"p_name": "b", "p_by": 4}) is None
@@ -47,14 +47,14 @@ def test_rows_are_inserted_together_whatever_is_missing_in_them(connection):
     assert connection.exec_driver_sql("SELECT count(*), count(size) FROM things").one() == (303, 1)
 
 
-def test_rows_that_are_there_already_are_left_out_and_the_others_returned_in_their_order(connection):
+def test_a_bulk_insert_skips_existing_rows_and_returns_the_new_rows_in_order(connection):
     rows = BulkInsert(things, unique=("name",), returning=(things.c.size,))
     assert rows.execute(connection, [{"name": "a", "size": 0}]) == [(0,)]
     given = [{"name": name, "size": n} for n, name in enumerate(["a", "b", "b", *map(str, range(3, 1000))])]
     assert rows.execute(connection, given) == [(n,) for n in [1, *range(3, 1000)]]
 
 
-def test_what_the_driver_raises_is_what_sqlalchemy_raises_without_any_value(connection):
+def test_driver_errors_become_sqlalchemy_errors_that_contain_no_value(connection):
     ADD.execute(connection, {"name": "a", "size": 1})
     with pytest.raises(IntegrityError) as refused:
         ADD.execute(connection, {"name": "a", "size": 4711})
@@ -77,7 +77,7 @@ def test_listeners_of_the_engine_receive_these_statements_too(database, connecti
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_what_would_have_to_be_converted_cannot_be_prepared(connection):
+def test_a_statement_with_a_column_that_needs_conversion_cannot_be_prepared(connection):
     for statement, columns in ((select(things.c.good), None), (insert(things), ["name", "good"])):
         with pytest.raises(TypeError, match="cannot be compiled once"):
             CompiledStatement(statement, columns).execute(connection, {"name": "a", "good": True})

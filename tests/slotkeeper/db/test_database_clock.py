@@ -76,7 +76,7 @@ def test_a_large_clock_difference_is_logged_at_most_once_an_interval(
     assert capsys.readouterr().out.count("host_clock_differs") == 1
 
 
-def test_all_of_the_product_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_now_ms_uses_the_shared_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     from slotkeeper.clock import now_ms
 
     monkeypatch.setattr(clocks.clock, "_ahead_ms", 5_000.0)

@@ -103,8 +103,8 @@ def test_a_write_that_waits_for_the_disk_does_not_block_other_writes(sqlite, dis
     other.close()
 
 
-def test_who_waits_for_others_to_write_is_there_when_they_have(sqlite, disk, monkeypatch):
-    """SQLite itself would wait 25, 50, 100 ms between two looks."""
+def test_a_writer_that_waits_for_the_sqlite_lock_polls_every_millisecond(sqlite, disk, monkeypatch):
+    """SQLite itself would wait 25, 50, 100 ms between two attempts."""
     pauses = []
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -129,7 +129,7 @@ def test_a_write_waits_for_a_locked_database_at_most_for_the_lock_timeout(sqlite
     impatient.close()
 
 
-def test_what_the_disk_may_not_have_is_not_called_stored_nor_refused(sqlite, disk):
+def test_a_write_whose_sync_fails_is_reported_as_unknown(sqlite, disk):
     acts, _ = disk
     acts.append(_fails)
     with pytest.raises(CommitUnknown, match="Input/output"):
@@ -183,8 +183,8 @@ def test_the_log_is_waited_for_where_sqlite_keeps_it(tmp_path, monkeypatch):
     assert set(waited) == {str(tmp_path / "far" / "real.db-wal")} and len(waited) == 4
 
 
-def test_where_sqlite_can_keep_no_log_it_waits_for_the_disk_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_connection, "_sync", lambda log: pytest.fail("there is nothing to wait for"))
+def test_without_a_write_ahead_log_sqlite_itself_syncs_each_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_connection, "_sync", lambda log: pytest.fail("there is no write-ahead log to sync"))
     with closing(Database(f"sqlite:///file:{tmp_path / 'record.db'}?uri=true&vfs=unix-dotfile")) as database:
         found = database.write(lambda tx: tx.connection.exec_driver_sql("PRAGMA synchronous").scalar())
     assert found == 2
@@ -302,12 +302,12 @@ def test_a_write_takes_no_file_descriptor(sqlite, disk):
 
 
 def _tried(database: Database, writes: list[Write[Any]]) -> list[Any] | None:
-    """What came of them without a wait; None: nothing was stored."""
+    """Return the results without a wait, or None if nothing was stored."""
     return database.try_commit_all(writes)
 
 
 def _at_once(database: Database, writes: list[Write[Any]]) -> list[Any]:
-    """What came of them when the loop has committed them and a thread has waited for the disk."""
+    """Return the results after the commit by the loop and the sync by a thread."""
     results = database.try_commit_all(writes)
     assert results is not None
     try:
@@ -325,17 +325,17 @@ def test_a_write_that_must_not_wait_is_executed_at_once_without_other_writes(sql
     assert waited == []
 
 
-def test_what_was_written_at_once_is_on_the_disk_after_a_sync(sqlite, disk):
+def test_writes_of_try_commit_all_are_visible_at_once_and_durable_after_a_sync(sqlite, disk):
     _, waited = disk
     assert sqlite.try_commit_all([Write(_insert), Write(_insert, durable=False)]) == [None, None]
     with sqlite.read() as connection:
-        assert _count(connection) == 2, "others see it already"
+        assert _count(connection) == 2, "other connections see the rows before the sync"
     assert waited == []
     sqlite.sync()
     assert waited == [f"{sqlite.engine.url.database}-wal"]
 
 
-def test_what_was_written_at_once_and_may_not_be_on_the_disk_is_uncertain(sqlite, disk):
+def test_after_a_failed_sync_writes_of_try_commit_all_are_unknown_and_refusals_stay(sqlite, disk):
     def fail() -> None:
         raise OSError(5, "the disk is gone")
 
@@ -371,7 +371,7 @@ def test_a_commit_is_unknown_while_the_log_cannot_be_rewritten_after_a_disk_fail
     assert len(waited) == 2
 
 
-def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
+def test_try_commit_all_stores_nothing_if_the_writes_are_too_large(sqlite, disk):
     half = group_commit._MAX_LOOP_CHARS // 2
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half)]) == [None, None]
     assert _tried(sqlite, [Write(_insert, size=half), Write(_insert, size=half + 1)]) is None
@@ -379,10 +379,10 @@ def test_who_must_not_wait_leaves_much_to_others(sqlite, disk):
         assert _count(connection) == 2
 
 
-def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):
+def test_try_commit_all_does_not_wait_for_another_process_and_keeps_its_connection(sqlite, disk, monkeypatch):
     monkeypatch.setattr(sqlite_db.time, "sleep", lambda seconds: pytest.fail("it waits"))
     sqlite.write(_insert, durable=False)
-    monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it connects anew"))
+    monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("it opens a new connection"))
     with closing(sqlite3.connect(sqlite.engine.url.database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert _tried(sqlite, [Write(_insert, durable=False)]) is None
@@ -390,7 +390,7 @@ def test_who_must_not_wait_does_not_wait_for_another_process_and_keeps_its_conne
     assert _tried(sqlite, [Write(_insert, durable=False)]) == [None]
 
 
-def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_writes(sqlite, disk, monkeypatch):
+def test_try_commit_all_stores_nothing_while_its_process_is_writing(sqlite, disk, monkeypatch):
     def unit(tx: Any) -> None:
         _insert(tx)
         answers.append(_tried(sqlite, [Write(_insert, durable=False)]))
@@ -400,7 +400,7 @@ def test_who_must_not_wait_leaves_it_to_others_while_a_thread_of_its_process_wri
     monkeypatch.setattr(sqlite.engine, "connect", lambda: pytest.fail("the connection is in use"))
     sqlite.write(unit)
     assert answers == [None]
-    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
+    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "the group has a free leader again"
 
 
 def test_a_write_that_arrives_during_an_immediate_write_is_executed_after_it(sqlite, disk):
@@ -429,8 +429,8 @@ def test_a_nonblocking_commit_stores_all_its_writes_or_none(sqlite, disk):
     assert [type(outcome) for outcome in sqlite.commit_all(writes)] == [type(None), ValueError, type(None)]
 
 
-def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, monkeypatch):
-    monkeypatch.setattr(sqlite._group, "_find_outcome", lambda mark: pytest.fail("it waits for the answer"))
+def test_try_commit_all_does_not_look_up_the_outcome_of_a_commit(sqlite, disk, monkeypatch):
+    monkeypatch.setattr(sqlite._group, "_find_outcome", lambda mark: pytest.fail("it looks up the outcome"))
     sqlite.write(_insert)
 
     def fail(connection: Any) -> None:
@@ -442,7 +442,7 @@ def test_who_must_not_wait_does_not_ask_what_became_of_a_commit(sqlite, disk, mo
     event.remove(sqlite.engine, "commit", fail)
     monkeypatch.undo()
     sqlite.write(_insert, durable=False)
-    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "and it does not keep the lead"
+    assert _tried(sqlite, [Write(_insert, durable=False)]) == [None], "the group has a free leader again"
 
 
 def test_after_a_failed_commit_immediate_writes_are_declined_until_another_commit_succeeds(sqlite, disk):
@@ -494,7 +494,7 @@ def test_a_write_that_is_interrupted_while_it_waits_does_not_block_later_writes(
         assert _count(connection) == 2
 
 
-def test_who_shares_a_commit_with_one_that_is_interrupted_is_answered_when_it_is_on_the_disk(sqlite, disk, monkeypatch):
+def test_an_interrupted_commit_is_still_synced_for_the_other_writers_of_its_group(sqlite, disk, monkeypatch):
     _, waited = disk
     outcomes = []
 

@@ -87,7 +87,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         yield found
 
 
-def test_each_time_of_each_table_either_moves_or_stays() -> None:
+def test_every_time_column_is_listed_as_moving_or_as_fixed() -> None:
     times = {
         f"{table.name}.{column.name}"
         for table in metadata.sorted_tables
@@ -104,7 +104,7 @@ def _states() -> set[str]:
 
 
 @pytest.mark.parametrize("by_ms", [2 * HOUR, -2 * HOUR, 10 * YEAR])
-def test_what_was_asked_in_seconds_moves_and_a_time_stays(machine: Machine, by_ms: int) -> None:
+def test_a_time_given_in_seconds_moves_with_the_clock_and_an_absolute_time_stays(machine: Machine, by_ms: int) -> None:
     now = clock.now_ms()
     after_600_s, at_noon = {"deadline_ms": now + 600 * SECOND}, {"deadline_ms": now + HOUR, "given_times": "deadline"}
     in_seconds, as_time = machine.submit(**after_600_s), machine.submit(**at_noon)
@@ -219,7 +219,7 @@ def test_an_interval_that_a_process_measures_has_no_step_in_it(machine: Machine)
 
 
 @pytest.mark.parametrize("by_ms", [2 * HOUR, 10 * YEAR])
-def test_an_idempotency_key_is_known_for_its_whole_window(machine: Machine, by_ms: int) -> None:
+def test_an_idempotency_key_is_kept_for_its_whole_window_after_a_clock_step(machine: Machine, by_ms: int) -> None:
     keyed = {"idempotency_key": "k", "fingerprint": "f"}
     first = machine.submit(**keyed)
     machine.set_clock(by_ms)

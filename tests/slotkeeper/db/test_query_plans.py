@@ -232,7 +232,7 @@ def test_one_job_is_found_by_its_key_and_never_by_its_state(database, full):
         _finds_by(plans)
 
 
-def test_a_listing_reads_no_more_than_the_jobs_of_one_of_what_it_asks_for(database, full):
+def test_a_listing_reads_only_the_jobs_that_match_one_of_its_filters(database, full):
     states = (None, State.QUEUED, State.DEAD)
     for state, tenant, model, before in product(states, (None, "big"), (None, "busy"), (None, 100)):
         asked = {"state": state, "tenant": tenant, "model": model, "before_seq": before}
@@ -318,7 +318,7 @@ def test_counts_read_an_index_and_not_what_jobs_carry(database, full):
         assert re.match(r"(Index Only Scan jobs|SCAN jobs USING COVERING INDEX) ix_jobs_state_seq", plan), plan
 
 
-def test_what_is_counted_again_and_again_reads_no_completed_jobs(database, full):
+def test_a_repeated_count_reads_no_completed_jobs(database, full):
     plans = [plan for plan in _plans(database, lambda: ledger.count_by_state(database)) if "jobs" in plan]
     _reads_nothing_through(plans)
     _finds_by(plans, "ix_jobs_state_seq")
@@ -351,14 +351,14 @@ def test_due_rows_are_found_by_the_index_of_their_time(database, full):
         _finds_by(plans, index)
 
 
-def test_callbacks_that_were_given_up_are_found_among_themselves(database, full):
+def test_given_up_callbacks_are_found_by_an_index_of_only_given_up_messages(database, full):
     found = Redelivery(database)
     for act in (
         found.list_given_up_callbacks,
         lambda: found.list_given_up_callbacks("big"),
         lambda: found.retry_callbacks("big", T0, LATER),
     ):
-        _finds_by(_plans(database, act), "ix_messages_given_up")  # in which nothing else stands
+        _finds_by(_plans(database, act), "ix_messages_given_up")  # holds only these
 
 
 def test_due_and_expired_rows_are_found_by_an_index_on_their_time(database, full):

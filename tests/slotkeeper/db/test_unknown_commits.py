@@ -278,10 +278,10 @@ def test_each_submit_returns_within_its_limit_on_a_silent_network_and_works_agai
 
 
 @postgres
-def test_a_commit_that_meets_silence_is_answered_with_the_truth(network, far, near):
-    """The network falls silent between the last statement and the answer to the COMMIT, for that connection alone.
+def test_a_commit_lost_in_a_silent_network_is_reported_as_failed_once_its_outcome_is_known(network, far, near):
+    """The network drops the COMMIT of this one connection.
 
-    A machine that has no time to find out says so, which is the truth as well; but not each time.
+    A machine that is too slow to look up the outcome may report it as unknown, but not each time.
     """
     answers = []
     while DatabaseUnavailable not in answers and len(answers) < 3:
@@ -340,7 +340,7 @@ def test_a_write_that_times_out_while_it_waits_is_refused_and_never_executed(qui
 
 
 @postgres
-def test_one_that_waits_for_a_locked_row_takes_no_neighbour_down(postgres_url, near):
+def test_a_write_that_waits_for_a_locked_row_does_not_fail_the_rest_of_its_group(postgres_url, near):
     database = Database(postgres_url, QUICK)
     store, held = JobStore(database), a_queued_job(near)
     with near.database.engine.begin() as somebody:

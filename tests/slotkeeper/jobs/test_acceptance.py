@@ -38,7 +38,7 @@ def _stored(database: Database) -> tuple[int, int, int]:
 # -- accepting -------------------------------------------------------------------------------------------------
 
 
-def test_a_submitted_job_is_queued_with_its_event_and_everything_it_brought(database, store):
+def test_a_submitted_job_is_stored_as_queued_with_its_event_and_all_its_fields(database, store):
     job = a_job(priority=2, tenant="acme", callback_url="https://c.example/h", deadline_ms=T0 + 9, source="celery")
     (accepted,) = store.submit([job], T0)
     row = row_of(database, job.id)
@@ -104,8 +104,8 @@ def test_a_batch_is_accepted_as_a_whole_or_not_at_all(database, store):
 
 
 @pytest.mark.parametrize("statement", ["INSERT INTO jobs", "INSERT INTO events", "INSERT INTO idempotency_keys"])
-def test_a_submit_that_fails_half_way_leaves_nothing(database, store, faults, statement):
-    """A crash between key and job leaves neither, so that the client's second try is fresh work."""
+def test_a_submit_that_fails_midway_stores_nothing(database, store, faults, statement):
+    """A crash between key and job stores neither, so the client's retry creates a new job."""
     job = a_job(**KEYED)
     with faults(statement), pytest.raises(ZeroDivisionError):
         store.submit([a_job(), job], T0)

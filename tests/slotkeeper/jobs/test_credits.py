@@ -86,7 +86,7 @@ def test_a_job_holds_credits_until_its_end_charges_the_time_of_its_slot(store, a
     assert kinds == [("reserve", 600, None), ("settle", 79, 7999)]
 
 
-def test_a_job_that_costs_more_than_it_holds_is_charged_and_the_balance_may_fall_below_0(store, accounts):
+def test_a_job_that_costs_more_than_its_hold_is_charged_and_the_balance_may_fall_below_0(store, accounts):
     _grant(accounts, 600)
     job = _a_paid_job()
     store.submit([job], T0)
@@ -108,7 +108,7 @@ def test_too_few_credits_refuse_all_jobs_of_a_submit_and_store_nothing(store, ac
     assert _balance(accounts) == (599, 600, 0)
 
 
-def test_an_overdraft_lets_a_reservation_lead_below_0(store, accounts):
+def test_an_overdraft_allows_a_reservation_to_lower_the_balance_below_0(store, accounts):
     accounts.open("acme", 600, None, T0)
     store.submit([_a_paid_job()], T0)
     with pytest.raises(InsufficientCredits, match=r"and may go 0\.0006 below 0"):
@@ -124,7 +124,7 @@ def test_a_refusal_for_credits_disturbs_no_other_write_of_its_group(store, accou
     assert _balance(accounts) == (0, 600, 0)
 
 
-def test_a_job_that_is_known_needs_no_credits_again(store, accounts):
+def test_a_repeated_submit_reserves_no_further_credits(store, accounts):
     _grant(accounts, 600)
     keyed = _a_paid_job(idempotency_key="k", fingerprint="f")
     store.submit([keyed], T0)
@@ -222,7 +222,7 @@ _CHARGED = {Reason.FINISHED, Reason.INVALID_REQUEST, Reason.DEADLINE_PASSED, Rea
     "why",
     sorted(why for (state, why), edge in TRANSITIONS.items() if state is State.RUNNING and edge.to in FINAL_STATES),
 )
-def test_what_was_not_the_customers_fault_costs_nothing(store, accounts, why):
+def test_a_run_that_ends_through_no_fault_of_the_customer_costs_nothing(store, accounts, why):
     _grant(accounts, 1000)
     job = _a_paid_job(deadline_ms=T0 + 60 * SECOND)
     store.submit([job], T0)
@@ -232,7 +232,7 @@ def test_what_was_not_the_customers_fault_costs_nothing(store, accounts, why):
     assert _balance(accounts) == ((930, 0, 70) if why in _CHARGED else (1000, 0, 0))
 
 
-def test_runs_before_the_last_one_cost_nothing(store, accounts):
+def test_only_the_last_run_of_a_job_is_charged(store, accounts):
     _grant(accounts, 1000)
     job = _a_paid_job()
     store.submit([job], T0)
@@ -245,7 +245,7 @@ def test_runs_before_the_last_one_cost_nothing(store, accounts):
     assert _balance(accounts) == (990, 0, 10)
 
 
-def test_a_run_that_failed_and_whose_job_was_to_be_canceled_costs_nothing(store, accounts):
+def test_a_failed_run_of_a_job_with_a_cancel_request_costs_nothing(store, accounts):
     _grant(accounts, 1000)
     job = _a_paid_job()
     store.submit([job], T0)
@@ -256,7 +256,7 @@ def test_a_run_that_failed_and_whose_job_was_to_be_canceled_costs_nothing(store,
     assert _balance(accounts) == (1000, 0, 0)
 
 
-def test_waiting_costs_nothing(store, accounts):
+def test_a_job_that_ends_before_it_starts_costs_nothing(store, accounts):
     _grant(accounts, 2000)
     canceled, expired = _a_paid_job(), _a_paid_job(deadline_ms=T0 + SECOND)
     store.submit([canceled, expired], T0)
@@ -391,7 +391,7 @@ def test_a_job_that_reuses_the_id_of_a_deleted_job_is_charged_separately(store, 
     assert _balance(accounts) == (1980, 0, 20)
 
 
-def test_a_job_that_is_revived_after_its_account_was_closed_costs_nothing(store, accounts):
+def test_a_job_revived_after_its_account_was_closed_costs_nothing(store, accounts):
     _grant(accounts, 600)
     job = _a_paid_job()
     store.submit([job], T0)
@@ -455,7 +455,7 @@ def test_old_transfers_are_added_up_by_kind(store, accounts):
     ]
 
 
-def test_what_an_earlier_tenant_of_the_name_had_is_carried_apart(database, accounts):
+def test_the_transfers_of_an_earlier_tenant_of_the_same_name_are_carried_separately(database, accounts):
     _grant(accounts, 1000)
     Tenants(database).remove("acme")
     Tenants(database).add(Tenant("acme"), T0)

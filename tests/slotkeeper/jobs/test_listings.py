@@ -89,8 +89,8 @@ def test_queued_jobs_are_listed_in_order_of_acceptance_and_in_pages(store):
 
 
 @pytest.mark.parametrize("models", [1, 7, 150])
-def test_many_models_are_read_in_order_of_acceptance_and_each_only_as_far_as_needed(store, models):
-    """One model has most jobs.  A statement that reads several models asks for a share of the page of each."""
+def test_queued_jobs_of_many_models_are_read_in_order_and_each_model_only_as_far_as_needed(store, models):
+    """One model has most jobs.  A statement that reads several models requests a share of the page for each model."""
     names = [f"m{n}" for n in range(models)]
     jobs = [a_job(model="m0" if n % 3 else names[n % models]) for n in range(600)]
     numbers = [one.seq for one in store.submit(jobs, T0)]

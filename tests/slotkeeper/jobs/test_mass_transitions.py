@@ -86,13 +86,13 @@ def test_hook_1_each_of_many_expired_jobs_with_a_callback_has_a_due_message(data
     assert sorted(due_ids(database, LATER)) == sorted(f"msg_{job_id}_0_expired" for job_id in ids)
 
 
-def test_the_longest_overdue_expire_first_and_no_more_than_asked_for(store):
+def test_the_longest_overdue_jobs_expire_first_and_at_most_as_many_as_the_limit(store):
     late, soon, later = (a_queued_job(store, deadline_ms=DUE + n).id for n in (2, 1, 3))
     assert {moved.job.id for moved in store.expire_overdue(LATER, limit=2)} == {soon, late}
     assert [moved.job.id for moved in store.expire_overdue(LATER, limit=2)] == [later]
 
 
-def test_two_that_expire_at_once_end_each_job_once(database, store):
+def test_two_concurrent_expirations_end_each_job_once(database, store):
     other = JobStore(Database(database.url))
     ids = [a_job_in(store, state, deadline_ms=DUE).id for state in ACTIVE_STATES for _ in range(10)]
     mine, theirs = at_once(lambda: store.expire_overdue(LATER), lambda: other.expire_overdue(LATER))
@@ -101,14 +101,14 @@ def test_two_that_expire_at_once_end_each_job_once(database, store):
     other.database.close()
 
 
-def test_a_run_that_is_settled_at_the_same_moment_ends_once(database, store):
+def test_a_run_that_is_settled_while_it_expires_ends_once(database, store):
     other = JobStore(Database(database.url))
     runs = [a_running_job(store, deadline_ms=DUE) for _ in range(20)]
     settle = [
         lambda run=run: store_end(other, run.job.id, run.attempt, Reason.FINISHED, LATER, result="{}") for run in runs
     ]
     ended, *settled = at_once(lambda: store.expire_overdue(LATER), *settle)
-    ended += store.expire_overdue(LATER)  # one that was being settled was left out, but nothing settles it any more
+    ended += store.expire_overdue(LATER)  # the first pass skipped jobs that were being settled
     assert Counter(moved.job.id for moved in [*ended, *filter(None, settled)]) == Counter(run.job.id for run in runs)
     other.database.close()
 

@@ -50,7 +50,7 @@ def test_one_reason_leads_to_one_state_from_every_state():
     assert all(len(to) == 1 for to in leads.values())
 
 
-def test_only_a_run_costs_anything():
+def test_only_a_transition_from_running_uses_a_budget():
     assert {state for (state, _), found in TRANSITIONS.items() if found.costs is not Budget.NOTHING} == {State.RUNNING}
 
 
@@ -79,7 +79,7 @@ def test_every_budget_is_a_counter_of_the_job():
     assert {budget.value for budget in Budget if budget is not Budget.NOTHING} <= set(jobs.c.keys())
 
 
-def test_what_is_not_in_the_table_is_a_key_error():
+def test_a_transition_that_is_not_in_the_table_raises_a_key_error():
     with pytest.raises(KeyError):
         find_edge(State.COMPLETED, Reason.STARTED)
     assert find_edge(State.QUEUED, Reason.STARTED).to is State.RUNNING
@@ -95,7 +95,7 @@ def test_every_state_has_a_unique_event_type():
     assert all(name.startswith("job.") for name in EVENT_TYPES.values())
 
 
-def test_each_reason_for_which_a_job_ends_has_a_sentence() -> None:
+def test_each_reason_that_ends_a_job_has_a_sentence() -> None:
     reasons = {why for (_, why), edge in TRANSITIONS.items() if edge.to in FINAL_STATES}
     assert END_SENTENCES.keys() == reasons
     assert all(sentence.endswith(".") for sentence in END_SENTENCES.values())

@@ -118,7 +118,7 @@ def test_every_edge_of_the_table_has_its_performer_target_state_and_cost(databas
 
 
 @in_every_state
-def test_what_is_not_in_the_table_is_refused_and_leaves_no_trace(database, store, state):
+def test_a_transition_that_is_not_in_the_table_is_refused_and_changes_nothing(database, store, state):
     job = a_job_in(store, state)
     before, events_before = row_of(database, job.id), trail_of(store, job.id)
     tried = 0
@@ -207,7 +207,7 @@ def test_the_event_of_a_retry_holds_the_error_and_the_time_of_the_retry(store):
     assert event.at_ms == T0
 
 
-def test_a_start_gives_the_worker_all_that_it_needs(store):
+def test_a_start_returns_every_field_that_the_worker_needs(store):
     job = a_queued_job(
         store, payload='{"steps":4}', deadline_ms=LATER, envelope='{"chord":1}', priority=2, tenant="acme"
     )
@@ -232,7 +232,7 @@ def test_a_running_job_names_its_slot_and_lease_so_that_a_lost_redis_can_be_rebu
     ]
 
 
-def test_two_workers_that_start_one_job_at_once_get_it_once(database, store):
+def test_only_one_of_two_concurrent_starts_of_one_job_succeeds(database, store):
     other = JobStore(Database(database.url))
     for _ in range(5):
         job = a_queued_job(store)
@@ -260,7 +260,7 @@ def test_each_transition_that_queues_a_job_returns_its_age_and_its_constraints(s
     assert [found.constraints for found in job_list.find_jobs(store.database)] == ["gpu=A100"]
 
 
-def test_a_job_without_constraints_needs_nothing(database, store):
+def test_a_job_without_constraints_is_stored_with_an_empty_text(database, store):
     assert row_of(database, a_queued_job(store).id)["constraints"] == ""
 
 
@@ -344,7 +344,7 @@ def test_lease_3_a_remote_id_is_stored_only_under_the_current_token(database, st
     assert row_of(database, old.job.id)["remote_id"] == "r-new"
 
 
-def test_of_two_settles_of_one_run_at_once_only_one_counts(database, store):
+def test_only_one_of_two_concurrent_settles_of_one_run_succeeds(database, store):
     other = JobStore(Database(database.url))
     for _ in range(5):
         run = a_running_job(store, callback_url=CALLBACK)
@@ -458,7 +458,7 @@ def test_time_at_the_server_counts_from_when_it_took_up_this_remote_id(store):
     assert (third.remote_id, third.sent_ms) == ("r-2", LATER)
 
 
-def test_starts_that_met_no_server_are_no_attempts(store):
+def test_starts_that_reached_no_server_do_not_count_as_attempts(store):
     job = a_queued_job(store)
     for why in (Reason.SERVER_BUSY, Reason.SERVER_UNREACHABLE, Reason.HANDED_BACK):
         _settle(store, job.id, a_start(store, job.id).attempt, why)
@@ -503,12 +503,12 @@ def test_promote_due_moves_the_earliest_due_jobs_first_up_to_the_limit(store):
     assert [w.id for w in store.promote_due(LATER, limit=2)] == [later.id]
 
 
-def test_jobs_due_at_the_same_moment_are_queued_as_accepted(store):
+def test_jobs_due_at_the_same_time_are_queued_in_order_of_acceptance(store):
     ids = [a_delayed_job(store, due_ms=T0 + SECOND).id for _ in range(5)]
     assert [w.id for w in store.promote_due(LATER)] == ids
 
 
-def test_two_that_promote_at_once_queue_each_job_once(database, store):
+def test_two_concurrent_promotions_queue_each_job_once(database, store):
     other = JobStore(Database(database.url))
     ids = {a_delayed_job(store).id for _ in range(20)}
     mine, theirs = at_once(lambda: store.promote_due(LATER), lambda: other.promote_due(LATER))
@@ -546,7 +546,7 @@ def test_a_revived_job_returns_to_its_place_with_fresh_budgets(store):
     assert (job.server, job.slot, job.lease, job.remote_id) == (None, None, None, None)
 
 
-def test_a_persons_retry_gives_back_both_budgets_and_keeps_the_count_of_starts(store):
+def test_a_manual_retry_resets_both_budgets_and_keeps_the_count_of_starts(store):
     job = a_queued_job(store)
     for why in (Reason.SERVER_BUSY, Reason.LEASE_EXPIRED, Reason.SERVER_ERROR, Reason.RETRIES_EXHAUSTED):
         _settle(store, job.id, a_start(store, job.id).attempt, why)
@@ -624,7 +624,7 @@ def test_a_job_with_a_cancel_request_is_canceled_when_its_run_ends_without_a_res
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - {State.RUNNING}))
-def test_only_a_running_job_is_asked_to_cancel(store, state):
+def test_a_cancel_request_is_stored_only_for_a_running_job(store, state):
     job = a_job_in(store, state)
     assert not store.request_cancel(job.id, LATER)
     assert store.get(job.id).cancel_requested_ms is None

@@ -16,7 +16,7 @@ def _event(type_: str, attempt: int, at_ms: int = T0, **data: object) -> Event:
     return Event(at_ms, "j", type_, at_ms, attempt, dict(data))
 
 
-def test_values_that_are_handed_around_cannot_be_changed():
+def test_job_values_are_immutable():
     with pytest.raises(FrozenInstanceError):
         a_job().priority = 1
 
@@ -68,7 +68,7 @@ def test_a_job_that_has_not_started_has_no_attempts():
     assert attempts_of([_event("job.delayed", 0), _event("job.enqueued", 0), _event("job.canceled", 0)]) == []
 
 
-def test_an_attempt_under_way_has_no_end():
+def test_a_running_attempt_has_no_end():
     (attempt,) = attempts_of(
         [_event("job.enqueued", 0), _event("job.started", 1, T0 + 1, server="gpu1", slot="gpu1-slot0")]
     )
@@ -95,8 +95,8 @@ def test_a_start_after_a_start_is_another_attempt():
     assert (first.attempt, first.ended_ms, second.attempt) == (1, None, 2)
 
 
-def test_starts_that_met_no_server_are_one_attempt_and_a_part_of_the_wait():
-    """While a server is away, a job starts again and again; none of these starts is among its attempts."""
+def test_starts_that_reached_no_server_are_merged_into_one_attempt_and_into_the_waiting_phase():
+    """While a server is unreachable, a job starts repeatedly; none of these starts counts as an attempt."""
     met_none = ["server_unreachable", "server_busy", "handed_back"]
     trail = [_event("job.enqueued", 0, T0)]
     for number, why in enumerate(met_none, 1):

@@ -135,7 +135,7 @@ def _begin_sink(database):
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("start", [_begin_reader, _begin_sink])
-def test_reading_begins_when_those_have_ended_that_were_writing(postgres_url, start):
+def test_reading_begins_only_after_open_write_transactions_have_ended(postgres_url, start):
     database = Database(postgres_url)
     before = a_queued_job(JobStore(database)).id
     begun = threading.Event()
@@ -207,7 +207,7 @@ def _last(database: Database) -> int:
         return int(connection.execute(text("SELECT max(id) FROM events")).scalar() or 0)
 
 
-def test_what_lies_behind_is_complete_until_some_of_it_is_removed(store, database):
+def test_has_all_since_is_true_until_an_event_after_the_position_is_deleted(store, database):
     job = an_ended_job(store, State.DEAD)
     first = event_reader.read_page(database, 0, 100).events[0].event.id
     a_queued_job(store, now_ms=T0 + SECOND)

@@ -163,7 +163,7 @@ def test_several_processes_make_each_message_once(database, store, receivers) ->
     )
 
 
-def test_a_process_that_was_slow_makes_no_message_that_another_has_made_and_sent(
+def test_a_slow_process_creates_no_message_that_another_process_has_created_and_sent(
     database, store, receivers, messages, spread, monkeypatch
 ) -> None:
     receiver = a_receiver(receivers)
@@ -233,7 +233,7 @@ def test_a_replay_that_starts_while_its_receiver_falls_behind_is_kept(
     assert receivers.get(receiver.id).behind < first_event
 
 
-def test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing(
+def test_a_receiver_that_joins_the_shared_cursor_while_the_cursor_skips_events_misses_no_event(
     database, store, receivers, spread, monkeypatch
 ) -> None:
     late = a_receiver(receivers)
@@ -249,7 +249,7 @@ def test_who_joins_the_others_while_a_new_one_has_the_cursor_skip_misses_nothing
     def joined_first(unit: Any, **how: Any) -> Any:
         monkeypatch.setattr(database, "write", write)
         assert other._catch_up(receivers.get(late.id), T0) == 0
-        assert receivers.get(late.id).behind is None, "it goes with the others now"
+        assert receivers.get(late.id).behind is None, "it has joined the shared cursor"
         return write(unit, **how)
 
     monkeypatch.setattr(database, "write", joined_first)
@@ -289,7 +289,7 @@ def test_a_page_without_matching_events_does_not_stop_the_fan_out(
     assert pending(database, receiver) == [(mine.id, "job.completed")]
 
 
-def test_an_address_that_is_gone_disables_no_other(receivers) -> None:
+def test_a_url_that_is_gone_disables_only_a_receiver_that_still_has_this_url(receivers) -> None:
     receiver = a_receiver(receivers)
     receivers.change(receiver.id, None, url="https://new.example/hook")
     assert not receivers.disable_if_url(receiver.url, receiver.id, "It is gone.", T0)
@@ -406,7 +406,7 @@ def test_concurrent_claims_share_the_rate_limit_of_the_receiver(database, store,
     assert sent == [T0 + 100 * n for n in range(len(sent))] and len(sent) == 10
 
 
-def test_who_finds_nothing_to_send_takes_no_turn(store, receivers, messages, spread) -> None:
+def test_a_claim_that_finds_no_message_does_not_count_toward_the_rate(store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 1, jobs=2)
     (first,) = claimed(messages, receiver, limit=1)
     assert messages.claim([MessageKey(receiver.id, first.event)], T0, T0 + 20 * SECOND) == []
@@ -421,7 +421,7 @@ def test_an_unused_send_rate_is_not_saved_up(store, receivers, messages, spread)
     assert [message.send_ms for message in claimed(messages, receiver, later)] == [later, later + SECOND]
 
 
-def test_a_new_pace_holds_at_once(store, receivers, messages, spread) -> None:
+def test_a_changed_rate_applies_at_once(store, receivers, messages, spread) -> None:
     receiver = _paced(store, receivers, spread, 0.1)
     assert len(claimed(messages, receiver)) == 1
     assert claimed(messages, receiver, T0 + 8 * SECOND) == []
@@ -461,10 +461,10 @@ def _refuse(messages: MessageQueue, receiver: Subscription, job_id: str, now_ms:
     messages.note_failed(message, current, DeliveryResult(False, 413, 5, "too large"), now_ms, now_ms + SECOND)
 
 
-def test_one_message_that_is_refused_again_and_again_delays_no_other(
+def test_a_message_that_is_refused_repeatedly_delays_no_other_message(
     database, store, receivers, messages, spread
 ) -> None:
-    """Its tries are no different failures: the breaker stays closed, and what comes later is sent."""
+    """Its attempts count as one failure: the breaker stays closed, and later messages are sent."""
     receiver = a_receiver(receivers)
     large = an_ended_job(store).id
     all_steps(spread)
@@ -478,7 +478,7 @@ def test_one_message_that_is_refused_again_and_again_delays_no_other(
     assert {one.job_id for one in claimed(messages, receiver, T0 + HOUR)} == {large, *small}
 
 
-def test_a_message_that_was_refused_keeps_no_place_of_those_that_were_not_tried(
+def test_a_refused_message_does_not_count_toward_the_limit_of_pending_messages(
     database, store, receivers, messages, spread, monkeypatch
 ) -> None:
     monkeypatch.setattr(fan_out, "MOST_PENDING", 2)
@@ -515,9 +515,7 @@ def test_the_trial_of_an_open_breaker_is_a_message_that_was_never_tried(
     assert not receivers.get(receiver.id).breaker_is_open
 
 
-def test_what_waits_is_counted_with_what_is_not_written_yet_and_what_was_refused_is_named(
-    store, receivers, messages, spread
-) -> None:
+def test_unwritten_messages_are_counted_and_a_refused_message_is_reported(store, receivers, messages, spread) -> None:
     receiver = _break(messages, a_receiver(receivers))
     jobs = [an_ended_job(store).id for _ in range(3)]
     all_steps(spread)
@@ -537,7 +535,7 @@ def test_a_success_closes_the_breaker(receivers, messages) -> None:
     assert (well.failures, well.failing_since_ms, well.open_until_ms) == (0, None, 0)
 
 
-def test_a_receiver_is_left_alone_for_as_long_as_it_asks(store, receivers, messages, spread) -> None:
+def test_a_receiver_gets_no_message_during_the_cooldown_that_it_requested(store, receivers, messages, spread) -> None:
     receiver = a_receiver(receivers)
     for _ in range(2):
         an_ended_job(store)
@@ -735,7 +733,7 @@ def test_a_tenant_cannot_access_receivers_of_another_tenant(receivers) -> None:
     assert receivers.get(mine.id) == mine
 
 
-def test_a_tenant_has_so_many_receivers_and_no_more(receivers) -> None:
+def test_the_number_of_receivers_of_a_tenant_is_limited(receivers) -> None:
     for _ in range(3):
         a_receiver(receivers, most=3)
     with pytest.raises(Conflict, match="3 webhooks"):
@@ -792,7 +790,7 @@ def test_the_removal_of_a_receiver_deletes_its_messages_and_its_log(
     assert _all(database) == [] and redelivery.list_attempts(receiver.id) == []
 
 
-def test_for_a_day_messages_are_signed_with_the_former_secret_too(receivers) -> None:
+def test_messages_are_also_signed_with_the_former_secret_for_a_day(receivers) -> None:
     receiver = a_receiver(receivers, sealed="one")
     receiver = receivers.rotate_secret(receiver.id, "default", "two", T0)
     assert receiver.list_sealed_secrets(T0 + SECRET_OVERLAP_MS - 1) == ["two", "one"] and receiver.list_sealed_secrets(
@@ -822,7 +820,7 @@ def test_the_log_and_the_list_of_given_up_messages_are_bounded(
     assert redelivery.list_attempts(receiver.id) == []
 
 
-def test_what_a_receiver_answered_is_kept_to_its_first_characters(
+def test_the_response_of_a_receiver_is_stored_up_to_a_maximum_length(
     store, receivers, messages, redelivery, spread
 ) -> None:
     receiver = a_receiver(receivers)
@@ -835,7 +833,7 @@ def test_what_a_receiver_answered_is_kept_to_its_first_characters(
     assert (entry.message, entry.status, entry.latency_ms, entry.number) == (message.id, 500, 7, 1)
 
 
-def test_pages_of_what_was_given_up_and_of_the_log_follow_each_other(
+def test_pages_of_given_up_messages_and_of_the_log_follow_each_other_without_gaps(
     store, receivers, messages, redelivery, spread
 ) -> None:
     some = [a_receiver(receivers) for _ in range(2)]
@@ -900,7 +898,7 @@ def test_a_queued_job_has_no_pending_message_for_a_receiver_of_ends(
     assert pending(database, receiver) == []
 
 
-def test_while_a_receiver_is_behind_time_alone_may_bring_it_on(database, store, receivers, spread) -> None:
+def test_polling_is_needed_only_while_a_receiver_is_behind(database, store, receivers, spread) -> None:
     one = a_receiver(receivers)
     an_ended_job(store)
     all_steps(spread)
@@ -910,11 +908,11 @@ def test_while_a_receiver_is_behind_time_alone_may_bring_it_on(database, store, 
     for _ in range(FAILURES_TO_OPEN):
         receivers.note_failure(receivers.get(one.id), T0)
     spread.step(T0)
-    assert spread.must_poll, "it is left alone until its time has come"
+    assert spread.must_poll, "its breaker is open until a given time"
     receivers.note_success(receivers.get(one.id))
     all_steps(spread, T0 + DAY)
     spread.step(T0 + DAY)
-    assert not spread.must_poll, "it goes on with the others"
+    assert not spread.must_poll, "it has caught up with the shared cursor"
 
 
 def test_while_the_event_reader_has_a_gap_the_fan_out_must_poll(receivers, store, spread) -> None:

@@ -83,7 +83,7 @@ def test_purge_takes_along_what_hangs_on_the_job_but_for_its_events(database, st
     assert rows_in(database, tries) == 1
 
 
-def test_two_that_purge_at_once_count_each_job_once(database, store):
+def test_two_concurrent_purges_count_each_job_once(database, store):
     other = JobStore(Database(database.url))
     for _ in range(20):
         an_ended_job(store)
@@ -131,7 +131,7 @@ def test_hook_1_each_message_of_a_job_that_died_twice_holds_it(database, store):
         retention.delete_dead_job(store.database, dead.id)
 
 
-def test_a_dead_job_is_deleted_or_revived_when_both_are_asked_for_at_once(database, store):
+def test_a_dead_job_is_either_deleted_or_revived_when_both_are_requested_at_once(database, store):
     other = JobStore(Database(database.url))
     for _ in range(5):
         dead = an_ended_job(store, State.DEAD)

@@ -131,8 +131,8 @@ def _check_keys(cluster: Redis) -> None:
     assert {key.split("}:")[1].split(":")[0] for key in found if "}" in key} <= set(FLEET_KEYS)
 
 
-def test_a_script_whose_keys_lack_the_tag_would_be_refused(cluster):
-    """Shows that the tests above would find a key without it."""
+def test_a_script_that_uses_a_key_without_the_hash_tag_is_refused(cluster):
+    """Prove that the tests above would detect a key without the tag."""
     text = 'redis.call("SET", KEYS[1], 1) redis.call("SET", KEYS[1] .. "x", 1)'
     with pytest.raises(ResponseError, match="same slot"):
         cluster.eval(_STRICT + text, 1, "test:untagged")

@@ -43,7 +43,7 @@ def redis(full: Valkey) -> Iterator[Redis]:
 
 
 @for_each(LIBRARY.script_names())
-def test_a_full_redis_refuses_what_brings_in_new_work_and_nothing_else(name: str) -> None:
+def test_a_full_redis_refuses_only_the_scripts_that_add_new_work_or_stream_entries(name: str) -> None:
     flags = re.findall(r'"([\w-]+)"', LIBRARY.build_function(name).text.rsplit("flags =", 1)[1])
     if name in BRING_IN_NEW_WORK | ADD_TO_STREAMS:
         assert flags == []
@@ -100,7 +100,7 @@ def test_a_full_redis_stores_the_marks_and_the_counters_of_maintenance(redis: Re
     assert redis.get("some") == b"text"
 
 
-def test_a_full_redis_runs_a_transaction_of_celery_as_a_whole(redis: Redis) -> None:
+def test_a_full_redis_runs_a_whole_transaction_of_celery(redis: Redis) -> None:
     with redis.pipeline() as pipe:
         pipe.hset("a", "x", "1")
         pipe.zadd("b", {"y": 2})

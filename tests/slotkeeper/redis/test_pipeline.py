@@ -93,7 +93,7 @@ def count_of(valkey: Valkey, command: str) -> int:
         return int(client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
 
 
-def test_all_that_is_asked_is_answered_on_one_connection_and_a_text_is_sent_once(own_valkey):
+def test_all_requests_use_one_connection_and_the_script_is_loaded_once(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         first = await asyncio.gather(*(pipeline.execute(depths()) for _ in range(50)))
         return first + [await pipeline.execute(depths("flux")) for _ in range(3)]
@@ -204,7 +204,7 @@ def test_an_answer_that_cannot_be_read_is_its_askers_error(own_valkey):
 
 
 @tcp
-def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
+def test_a_canceled_request_does_not_take_the_response_of_another_request(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         gone, here = pipeline.execute(depths()), pipeline.execute(depths())
         gone.cancel()
@@ -214,7 +214,7 @@ def test_who_waits_no_more_takes_no_neighbours_answer(own_valkey):
 
 
 @tcp
-def test_a_redis_that_was_away_while_nothing_was_asked_is_not_noticed(own_valkey):
+def test_a_restart_of_redis_between_two_requests_causes_no_error(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         before = await pipeline.execute(depths())
         own_valkey.kill()
@@ -257,7 +257,7 @@ def test_requests_to_a_silent_redis_time_out_and_the_next_request_reconnects(own
 
 
 @tcp
-def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
+def test_an_open_request_fails_when_the_pipeline_closes(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         asked = pipeline.execute(depths())
         await asyncio.sleep(0)
@@ -269,7 +269,7 @@ def test_what_is_asked_of_a_pipeline_that_closes_ends_with_an_error(own_valkey):
 
 
 @tcp
-def test_what_is_asked_of_a_pipeline_that_closes_before_it_has_begun_ends_with_an_error(own_valkey):
+def test_an_open_request_fails_when_the_pipeline_closes_before_it_has_started(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         asked = pipeline.execute(depths())
         await pipeline.close()
@@ -294,7 +294,7 @@ def test_a_command_that_cannot_be_sent_fails_all_pending_requests_and_the_next_o
 
 
 @tcp
-def test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write(own_valkey, monkeypatch):
+def test_the_requests_of_one_loop_iteration_are_sent_in_one_write(own_valkey, monkeypatch):
     async def act(pipeline: Pipeline) -> None:
         await pipeline.execute(depths())
         with monkeypatch.context() as watched:
@@ -308,7 +308,7 @@ def test_what_is_asked_in_one_turn_of_the_loop_leaves_in_one_write(own_valkey, m
 
 
 @tcp
-def test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_before(own_valkey):
+def test_the_timeout_of_an_earlier_request_does_not_end_a_later_request(own_valkey):
     async def act(pipeline: Pipeline) -> None:
         loop = asyncio.get_running_loop()
         await pipeline.execute(depths())
@@ -325,7 +325,7 @@ def test_it_is_not_too_late_for_an_answer_when_it_is_for_one_that_was_asked_for_
 
 
 @tcp
-def test_a_redis_that_falls_silent_while_nothing_was_asked_for_long_is_waited_for_no_longer(own_valkey):
+def test_the_first_request_to_a_redis_that_fell_silent_during_an_idle_time_times_out(own_valkey):
     async def act(pipeline: Pipeline) -> Any:
         await pipeline.execute(depths())
         while pipeline._is_watched:

@@ -199,7 +199,7 @@ def test_a_reply_that_cannot_be_handled_fails_all_pending_requests_and_the_next_
     assert all(isinstance(error, exceptions.ConnectionError) and "NoneType" in str(error) for error in lost)
 
 
-def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():
+def test_the_unsent_commands_of_a_closed_connection_are_sent_on_the_next_connection():
     async def act(pipeline: Pipeline) -> list[Any]:
         found = await asked("a")(pipeline)
         line = pipeline._connection
@@ -213,7 +213,7 @@ def test_what_a_line_that_is_over_was_to_send_is_left_to_the_next():
     assert play(Stub(ANSWER, ANSWER).speak, act) == [7, 7]
 
 
-def test_a_redis_that_does_not_shake_hands_is_waited_for_no_longer_than_may_be():
+def test_a_redis_that_does_not_answer_the_handshake_causes_a_timeout():
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -247,7 +247,7 @@ def valkey_behind_tls(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-def test_scripts_are_asked_for_over_tls(certificate, valkey_behind_tls):
+def test_scripts_run_over_tls(certificate, valkey_behind_tls):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)
     lives = set[asyncio.Task[None]]()

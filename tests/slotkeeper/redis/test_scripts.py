@@ -69,8 +69,8 @@ def test_a_call_keeps_no_state_for_the_next_call(client: Redis):
 
 
 @for_each(LIBRARY.script_names())
-def test_nothing_that_a_script_changes_is_left_unwritten(name):
-    """Changes of fields that are not written at the end are lost."""
+def test_a_script_that_changes_hash_fields_writes_them_at_its_end(name):
+    """Changes of fields are lost unless the script flushes them at its end."""
     changes = any(f"{change}(" in called_functions(name) for change in ("set_field", "increment_field"))
     assert ("flush_hashes()" in body(name)) == changes
 

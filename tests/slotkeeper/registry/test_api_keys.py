@@ -53,7 +53,7 @@ def test_no_two_keys_are_alike_and_each_is_hard_to_guess() -> None:
     assert 62**43 > 2**256
 
 
-def test_each_mistyped_character_of_a_key_is_seen() -> None:
+def test_each_mistyped_character_of_a_key_is_detected() -> None:
     key = make_key().key
     assert not is_mistyped(key)
     for at in range(len(key)):
@@ -110,7 +110,7 @@ def test_a_rotation_keeps_the_rate_limit_of_a_key(keys: ApiKeys) -> None:
     assert keys.change("acme", new.id, {"rate": NO_RATE}, T0).rate == NO_RATE
 
 
-def test_a_key_ends_when_its_time_is_over(keys: ApiKeys) -> None:
+def test_a_key_is_invalid_from_its_expiry_time(keys: ApiKeys) -> None:
     key = keys.add("acme", {Scope.READ}, now_ms=T0, expires_ms=T0 + 1000).key
     assert _is_valid(keys, key, T0 + 999) and not _is_valid(keys, key, T0 + 1000)
 
@@ -124,7 +124,7 @@ def test_a_revoked_key_is_not_valid_and_stays_listed(keys: ApiKeys) -> None:
     assert keys.get("acme", new.id).revoked_ms == T0 + 2, "it ended then"
 
 
-def test_a_rotated_key_and_the_former_are_valid_until_the_overlap_is_over(keys: ApiKeys) -> None:
+def test_the_new_key_is_valid_after_a_rotation_and_the_former_key_until_the_overlap_ends(keys: ApiKeys) -> None:
     former = keys.add("acme", {Scope.AUDIT}, now_ms=T0, name="n", expires_ms=T0 + 9 * HOUR_MS)
     new = keys.rotate("acme", former.id, HOUR_MS, now_ms=T0)
     for at_ms, valid in ((T0 + HOUR_MS - 1, True), (T0 + HOUR_MS, False)):
@@ -189,7 +189,7 @@ def test_the_audit_log_lists_each_change_of_a_key_and_never_the_key(keys: ApiKey
     assert not any(made.key[15:] in str(entry) for made in (new, rotated) for entry in entries)
 
 
-def test_a_removed_tenants_keys_are_gone(keys: ApiKeys, database: Database) -> None:
+def test_the_keys_of_a_removed_tenant_are_deleted(keys: ApiKeys, database: Database) -> None:
     Tenants(database).remove("acme")
     assert keys.list_valid(T0)[1] == {} and keys.list_of("acme") == []
 

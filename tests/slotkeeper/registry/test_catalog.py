@@ -152,7 +152,7 @@ def test_slots_of_a_server_that_takes_nothing_new_do_not_count(catalog, state):
     assert _slots(catalog.read(), "zimg") == 6
 
 
-def test_a_removed_server_is_gone_and_its_models_and_their_jobs_stay(catalog, store):
+def test_the_removal_of_a_server_keeps_its_models_and_their_jobs(catalog, store):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     job = a_queued_job(store, model="zimg")
     remove(catalog, "gpu1")
@@ -162,7 +162,7 @@ def test_a_removed_server_is_gone_and_its_models_and_their_jobs_stay(catalog, st
     assert catalog.register("zimg", "gpu1", URL, 1, T0).endpoints == {"zimg": URL}
 
 
-def test_what_is_asked_of_an_unknown_server_is_not_found(catalog):
+def test_an_operation_on_an_unknown_server_raises_not_found(catalog):
     with pytest.raises(NotFound):
         catalog.set_server_state("gpu1", "paused")
     with pytest.raises(NotFound):
@@ -180,7 +180,7 @@ def test_servers_that_register_a_new_model_from_many_sides_at_once_are_all_in(da
         side.database.close()
 
 
-def test_what_a_server_declares_is_kept_until_it_declares_something_else(catalog):
+def test_the_declaration_of_a_server_is_kept_until_the_server_declares_another(catalog):
     declared = {"gpu": "A100", "memory": 80, "speed": 1.5, "ort": "Zürich, 東京"}
     answer = catalog.register("zimg", "gpu1", URL, 4, T0, declared, 2.5)
     assert (answer.attributes, answer.weight) == (declared, 2.5)
@@ -247,7 +247,7 @@ def test_a_server_that_declares_nothing_is_as_any_other(catalog):
         {"weight": True},
     ],
 )
-def test_what_a_server_cannot_declare_changes_nothing(catalog, wrong):
+def test_an_invalid_declaration_of_a_server_changes_nothing(catalog, wrong):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     before = catalog.read()
     with pytest.raises(ValueError, match="give a"):
@@ -288,7 +288,7 @@ def test_the_catalog_lists_only_tenants_that_are_not_online_with_or_without_a_ke
     }
 
 
-def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalog):
+def test_a_server_keeps_its_state_when_it_registers_again_and_a_model_when_it_is_reconfigured(catalog):
     catalog.register("zimg", "gpu1", URL, 4, T0)
     catalog.set_server_state("gpu1", "paused", reason="heat", by="ann", now_ms=T0)
     catalog.set_model_state("zimg", "frozen", reason="bad weights", by="bob", now_ms=T0)
@@ -300,7 +300,7 @@ def test_what_is_paused_stays_so_when_it_registers_or_is_configured_again(catalo
 
 
 @pytest.mark.parametrize("kind", ["server", "model"])
-def test_what_is_not_there_cannot_be_paused(catalog, kind):
+def test_an_unknown_server_or_model_cannot_be_paused(catalog, kind):
     before = catalog.read()
     with pytest.raises(NotFound) as refused:
         getattr(catalog, f"set_{kind}_state")("nobody", "paused", now_ms=T0)
@@ -327,7 +327,7 @@ def test_a_reason_is_stored_whatever_was_written(catalog, reason):
     assert len(stored.reason) <= 500
 
 
-def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog):
+def test_of_two_concurrent_changes_of_the_state_of_a_tenant_one_is_stored_as_a_whole(database, catalog):
     other = Catalog(Database(database.url))
     for _ in range(5):
         answers = at_once(
@@ -343,7 +343,7 @@ def test_of_two_that_pause_one_tenant_at_once_the_later_counts(database, catalog
 # -- configuration ---------------------------------------------------------------------------------------------
 
 
-def test_an_override_replaces_the_one_before_and_nothing_goes_back_to_the_defaults(catalog):
+def test_an_override_replaces_the_previous_one_and_an_empty_override_restores_the_defaults(catalog):
     catalog.configure("flux", {"model_type": "async", "poll_interval": 3.0}, T0)
     assert catalog.read().models["flux"].config == ModelConfig(model_type="async", poll_interval=3.0)
     catalog.configure("flux", {"max_retries": 5}, T0)
@@ -469,7 +469,7 @@ def test_a_name_is_taken_once(tenants):
     assert identity_of(tenants.database, key).tenant == Tenant("acme")
 
 
-def test_a_name_that_is_wanted_from_two_sides_at_once_is_taken_once(database, tenants):
+def test_only_one_of_two_concurrent_additions_of_the_same_tenant_succeeds(database, tenants):
     other = Tenants(Database(database.url))
     for n in range(5):
         tenant = Tenant(f"t{n}")

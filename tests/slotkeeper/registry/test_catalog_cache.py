@@ -85,7 +85,7 @@ def test_after_its_refresh_time_the_cache_reads_the_version_and_the_catalog_only
     assert (catalog.looks, catalog.reads) == (2, 2)
 
 
-def test_a_refresh_asks_at_once(cache, catalog):
+def test_a_refresh_reads_the_catalog_at_once(cache, catalog):
     cache.get()
     catalog.register(a_model("flux"))
     assert set(cache.refresh().models) == {"zimg", "flux"}
@@ -104,7 +104,7 @@ def test_the_error_for_an_unregistered_model_names_the_remedy(cache):
     assert refused.value.field == "model"
 
 
-def test_while_the_database_is_away_the_last_copy_serves(cache, catalog, clock):
+def test_while_the_database_is_down_the_cached_catalog_is_used(cache, catalog, clock):
     first = cache.get()
     catalog.away = True
     clock.now = 60.0
@@ -114,7 +114,7 @@ def test_while_the_database_is_away_the_last_copy_serves(cache, catalog, clock):
         cache.resolve("nobody")
 
 
-def test_while_the_database_is_away_it_is_asked_once_a_moment_and_not_at_each_call(cache, catalog, clock):
+def test_a_database_that_is_down_is_read_once_per_interval_and_not_at_each_call(cache, catalog, clock):
     cache.get()
     catalog.away = True
     clock.now = 5.0

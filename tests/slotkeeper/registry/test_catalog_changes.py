@@ -67,7 +67,7 @@ def test_several_changes_reach_a_process_that_reads_them_at_once(catalog: Catalo
     assert _content(catalog.read_after(former)) == _content(catalog.read())
 
 
-def test_of_a_change_of_one_server_only_that_server_is_read(catalog: Catalog) -> None:
+def test_after_a_change_of_one_server_only_that_server_is_read(catalog: Catalog) -> None:
     former = catalog.read()
     catalog.set_server_state("gpu1", "paused")
     after = catalog.read_after(former)
@@ -76,8 +76,8 @@ def test_of_a_change_of_one_server_only_that_server_is_read(catalog: Catalog) ->
     assert kept == {"gpu0", "gpu2"}
 
 
-def test_after_a_version_that_is_not_in_the_log_the_whole_catalog_is_read(catalog: Catalog) -> None:
-    """A process of the release before writes none."""
+def test_after_a_version_that_is_missing_in_the_log_the_whole_catalog_is_read(catalog: Catalog) -> None:
+    """A process of the previous release writes no log entries."""
     former = catalog.read()
     with catalog.database.engine.begin() as connection:
         connection.execute(text("UPDATE servers SET state = 'paused' WHERE name = 'gpu1'"))
@@ -91,7 +91,7 @@ def test_after_a_version_that_is_not_in_the_log_the_whole_catalog_is_read(catalo
 
 
 def test_after_a_restore_the_whole_catalog_is_read(catalog: Catalog) -> None:
-    """Versions that came after the backup have the numbers of others that are gone."""
+    """Versions after the restore reuse the numbers of lost versions."""
     backup = catalog.read().version
     catalog.set_server_state("gpu1", "paused")
     former = catalog.read()

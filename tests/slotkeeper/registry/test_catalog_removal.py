@@ -52,7 +52,9 @@ def test_a_model_is_not_removed_while_a_job_of_it_has_not_ended(database, catalo
 
 
 @pytest.mark.parametrize("state", sorted(FINAL_STATES))
-def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(database, catalog, store, state):
+def test_the_removal_of_a_model_deletes_its_endpoints_and_grants_and_keeps_its_ended_jobs(
+    database, catalog, store, state
+):
     catalog.register("zimg", "gpu1", URL, 4, T0, {"gpu": "A100"}, of_model={"model_version": "2.1"})
     catalog.register("flux", "gpu1", URL, 4, T0, of_model={"model_version": "1.0"})
     catalog.set_secret(Secret("KEY", frozenset({"zimg", "flux"}), "sealed", None, T0))
@@ -62,7 +64,7 @@ def test_a_removed_model_is_gone_with_what_hangs_on_it_and_its_ended_jobs_stay(d
     assert (found.is_over, found.fleet, found.idle, list(now.models)) == (True, "zimg", (), ["flux"])
     assert now.servers["gpu1"].endpoints == {"flux": URL}
     assert now.servers["gpu1"].attributes == {"gpu": "A100", "flux:model_version": "1.0"}
-    assert now.secrets["KEY"].models == {"flux"}, "whoever gets the name one day shall not have it"
+    assert now.secrets["KEY"].models == {"flux"}, "a later model of this name must not get the secret"
     assert store.get(job.id) == job and job_list.find_jobs(store.database, model="zimg")[0].id == job.id
     assert ledger.read(database).balanced
 
@@ -72,7 +74,7 @@ def test_servers_that_a_removal_leaves_without_a_model_are_named(database, catal
     assert catalog.register("zimg", "gpu1", URL, 4, T0).endpoints == {"zimg": URL}
 
 
-def test_what_is_not_there_is_not_removed(database, catalog):
+def test_the_removal_of_an_unknown_object_raises_not_found(database, catalog):
     for act in (
         lambda: catalog_removal.remove_model(database, "flux", T0, ""),
         lambda: catalog_removal.cancel_model_removal(database, "zimg"),
@@ -120,7 +122,7 @@ def test_job_3_under_a_closed_name_nothing_is_stored_and_no_number_is_missing(da
     assert ledger.read(database).balanced
 
 
-def test_a_doubled_message_of_a_job_whose_model_is_gone_is_still_the_same_job(database, catalog, store):
+def test_a_removed_model_accepts_no_new_job_and_its_ended_jobs_stay(database, catalog, store):
     new = a_job()
     store.submit([new], T0)
     run = store_start(store, new.id, "gpu1", "gpu1-slot0", "lease", T0)

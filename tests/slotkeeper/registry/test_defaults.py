@@ -69,7 +69,7 @@ def test_a_description_that_defaults_name_is_kept(database, catalog):
     assert server_descriptions.read_description(database, server_descriptions.hash_body('{"a":1}')) == '{"a":1}'
 
 
-def test_defaults_with_which_a_model_could_not_be_configured_are_refused_whole(catalog):
+def test_defaults_that_make_the_configuration_of_a_model_invalid_are_refused_as_a_whole(catalog):
     catalog.configure("zimg", {"poll_interval": 300}, T0)
     before = catalog.read()
     with pytest.raises(InvalidJob, match=r"poll_interval must not exceed max_poll_time.*'zimg'"):

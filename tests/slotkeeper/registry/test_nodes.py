@@ -63,7 +63,7 @@ def test_a_token_enrolls_one_node_and_a_repeated_request_with_the_same_key_retur
     assert nodes.list_tokens(T0) == []
 
 
-def test_of_several_nodes_with_one_token_one_enrols(nodes: Nodes) -> None:
+def test_only_one_of_several_nodes_with_the_same_token_enrolls(nodes: Nodes) -> None:
     token = _token(nodes)
 
     def enroll(number: int) -> str:
@@ -209,7 +209,7 @@ def test_a_node_leaves_a_model_that_no_longer_names_its_pool(nodes: Nodes, catal
     assert catalog.read().servers == {}
 
 
-def test_a_model_of_another_fleet_is_left_out_and_the_reason_is_stored(nodes: Nodes, catalog: Catalog) -> None:
+def test_a_declared_model_of_another_fleet_is_omitted_and_the_reason_is_stored(nodes: Nodes, catalog: Catalog) -> None:
     catalog.register("flux-1", "gpu1", "http://gpu1:9001/", 1, T0)
     catalog.register("zimg", "gpu2", "http://gpu2:9001/", 1, T0)
     catalog.configure("flux-1", {"node_pools": ["homes"]}, T0)

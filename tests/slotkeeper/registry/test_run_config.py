@@ -56,12 +56,14 @@ def test_the_terms_of_a_job_replace_the_settings_of_its_model_that_they_name() -
         (3, "on_failure"),
     ],
 )
-def test_a_policy_that_is_none_or_asks_for_more_is_refused(given: object, expected: str) -> None:
+def test_a_retry_policy_that_is_invalid_or_exceeds_the_model_configuration_is_refused(
+    given: object, expected: str
+) -> None:
     with pytest.raises(InvalidJob) as refused:
         read_on_failure(given, "zimg", CONFIG)
     assert expected in refused.value.detail and refused.value.field.startswith("on_failure")
 
 
-def test_terms_of_a_later_release_are_left_out() -> None:
+def test_unknown_terms_of_a_later_release_are_ignored() -> None:
     assert decode_terms('{"expected_output": 7, "later": {"a": 1}}') == JobTerms(expected_output=7)
     assert JobTerms().encode() is None

@@ -1,4 +1,4 @@
-"""What counts as a right answer, and which answers of a server are looked at."""
+"""Which results count as correct, and which results of a server are judged."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_the_job_of_a_validation_is_claimed_by_one_process(validations) -> None:
     assert len(validations.list_awaited(10)) == 1
 
 
-def test_a_validation_that_was_changed_meanwhile_is_not_claimed(validations) -> None:
+def test_a_validation_that_was_changed_in_the_meantime_is_not_claimed(validations) -> None:
     (due,) = validations.list_all()
     validations.set(Validation("sum", "zimg", {}, 5, 60, changed_ms=T0 + 1))
     assert not validations.claim(due, T0 + 60_000, "j", T0)

@@ -1,4 +1,4 @@
-"""What the reference server reads and writes is what was meant, and what it logs of errors is no payload."""
+"""The reference server reads and writes JSON exactly, and its logged errors contain no payload."""
 
 import logging
 
@@ -18,19 +18,19 @@ def test_whole_numbers_are_the_same_both_ways(number: int) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[1234567890123456789, NaN]", b"[1234567890123456789, 1e999]", b"7" * 5000, b"{"])
-def test_what_no_number_of_python_can_be_is_refused(text: bytes) -> None:
+def test_a_number_that_python_cannot_represent_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
         loads(text)
 
 
 @pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, {(1,): 2**70}])
-def test_what_has_no_place_in_json_is_unwritable(value: object) -> None:
+def test_a_value_without_a_json_form_raises_not_json_serializable(value: object) -> None:
     with pytest.raises(NotJsonSerializable, match="return JSON values, bytes, an image or a file"):
         dumps(value)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_function_gets_and_gives_long_numbers(asynchronous: bool) -> None:
+def test_a_function_receives_and_returns_long_integers(asynchronous: bool) -> None:
     text = f'{{"n":{2**80}}}'
     headers = {"Content-Type": "application/json"}
     with ReferenceServer(lambda payload: payload, ServeConfig(port=0, asynchronous=asynchronous)) as server:

@@ -96,7 +96,7 @@ def test_files_at_any_place_of_a_result_are_encoded() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, {(1,): 2}, "\ud800", object()])
-def test_what_has_no_form_in_json_is_final_at_the_first_attempt(value: Any) -> None:
+def test_a_result_without_a_json_form_is_a_final_error_at_the_first_attempt(value: Any) -> None:
     answer = answer_of(lambda: value)
     assert (answer.status_code, answer.json()["retryable"]) == (422, False)
     assert "return JSON values, bytes, an image or a file" in answer.json()["error"]

@@ -34,7 +34,7 @@ def _request(host: str, origin: str | None, site: str | None, kind: str | None) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_is_let_in(case: str) -> None:
+def test_the_host_guard_accepts_or_refuses_each_request_by_its_headers(case: str) -> None:
     *given, status = CASES[case]
     refused = HostGuard("127.0.0.1", ()).refusal(_request(*given))  # type: ignore[arg-type]
     assert (refused and refused.status) == status

@@ -119,7 +119,7 @@ def test_a_direct_caller_cannot_take_a_name_of_the_dispatchers():
     assert engine.health().job_ids == ["a", claimed.id]
 
 
-def test_without_an_attempt_the_id_is_random_and_the_job_is_still_found():
+def test_a_run_without_an_attempt_gets_a_random_id_and_is_still_found_by_its_job():
     engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a"))
     assert run.id != "a"
@@ -138,7 +138,7 @@ def test_two_live_runs_never_share_an_id():
 # Idempotency
 
 
-def test_one_key_runs_once_at_a_time():
+def test_a_second_submit_with_the_key_of_a_live_run_returns_this_run():
     """IDEM-1"""
     engine = RunScheduler(slots=2)
     run = started(engine, dispatched("a", 1, key="k"))
@@ -163,7 +163,7 @@ def test_a_completed_run_is_known_before_anybody_can_see_its_end():
 
 
 @pytest.mark.parametrize("ending", [ERROR, RunEnd(State.FAILED), RunEnd(State.CANCELED)])
-def test_only_a_completed_run_is_remembered_by_its_key(ending: RunEnd):
+def test_a_key_whose_run_did_not_complete_starts_a_new_run(ending: RunEnd):
     engine = RunScheduler(slots=1)
     run = started(engine, dispatched("a", 1, key="k"))
     engine.finish(run, ending)
@@ -234,7 +234,7 @@ def test_a_run_in_progress_is_never_deleted():
     assert engine.submit(dispatched("a", 2, key="k")) == AlreadyKnown(run)
 
 
-def test_only_so_many_are_remembered_the_newest():
+def test_only_the_newest_completed_runs_are_kept():
     engine = RunScheduler(slots=1, memory=ResultRetention(runs=2))
     for name in ("a", "b", "c"):
         engine.finish(started(engine, dispatched(name, 1)), DONE)
@@ -283,7 +283,7 @@ def test_a_cancel_of_nothing_is_none():
     assert RunScheduler(slots=1).cancel("x") is None
 
 
-def test_a_stopping_engine_starts_nothing_and_still_answers_for_what_it_did():
+def test_a_stopping_scheduler_starts_no_run_and_still_returns_its_known_runs():
     engine = RunScheduler(slots=2, memory=ResultRetention())
     done = started(engine, dispatched(key="k"))
     engine.finish(done, DONE)

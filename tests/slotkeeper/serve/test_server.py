@@ -187,7 +187,7 @@ def test_the_end_is_pushed_to_the_callback(httpserver: HTTPServer, asynchronous:
         assert (request.get_json()["status"], request.get_json()["job_id"]) == (word, "a.1")
 
 
-def test_a_push_that_is_not_taken_is_tried_again_and_a_refused_one_is_not(httpserver: HTTPServer):
+def test_a_push_is_retried_after_a_server_error_and_not_after_a_client_error(httpserver: HTTPServer):
     for status in (500, 503, 404, 200):
         httpserver.expect_ordered_request("/").respond_with_data("", status=status)
     headers = {"X-Callback-Url": httpserver.url_for("/"), "X-Callback-Token": "secret"}

@@ -62,7 +62,7 @@ def test_pieces_are_streamed_as_they_are_made_and_the_last_event_is_the_result(u
     assert list(received) == [{"progress": 1.0}, {"piece": "b"}, {"status": "success", "result": "ab"}]
 
 
-def test_who_asks_for_none_gets_the_whole(url):
+def test_a_client_that_requests_no_stream_gets_the_whole_result(url):
     answer = post(url, {"say": "ab"})
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.json() == {"status": "success", "result": "ab"}

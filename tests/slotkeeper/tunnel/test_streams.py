@@ -189,7 +189,7 @@ def test_a_large_body_does_not_delay_health() -> None:
     assert BodyEnded(health) in events
 
 
-def test_a_stream_that_was_not_sent_is_reported_as_such_and_its_frames_are_dropped() -> None:
+def test_an_unsent_stream_is_reported_as_unsent_and_its_frames_are_dropped() -> None:
     gateway, agent = _pair()
     sent = gateway.open(_HEAD)
     message = gateway.next_message()
@@ -344,6 +344,6 @@ def test_a_text_message_is_refused():
         2 * encode_json_frame(FrameType.CONTROL, 0, {"type": "hello"}),
     ],
 )
-def test_a_handshake_begins_with_one_control_message_alone(message):
+def test_a_handshake_must_begin_with_exactly_one_control_message(message):
     with pytest.raises(TunnelError):
         decode_control(message)

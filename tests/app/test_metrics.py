@@ -61,7 +61,9 @@ def test_the_metrics_key_opens_nothing_else(api: Api, settings: dict[str, str], 
 
 @pytest.mark.parametrize("settings", [{"REQUIRE_KEYS": "true"}])
 @pytest.mark.parametrize("shown", ["Bearer ", "Bearer", ""])
-def test_where_there_is_no_metrics_key_an_empty_one_is_none(api: Api, settings: dict[str, str], shown: str) -> None:
+def test_an_empty_metrics_key_is_refused_if_no_key_is_configured(
+    api: Api, settings: dict[str, str], shown: str
+) -> None:
     assert api.client.get("/metrics", headers={"Authorization": shown}).status_code == 401
 
 
@@ -147,7 +149,7 @@ def test_counts_of_several_processes_add_up_and_outlive_them(api: Api) -> None:
     assert found['slotkeeper_handoff_seconds_bucket{le="0.002"}'] == 2
 
 
-def test_what_redis_does_not_take_is_counted_later(mortal_api: Api) -> None:
+def test_counts_that_redis_did_not_accept_are_flushed_later(mortal_api: Api) -> None:
     counted = ProcessCounters(services.scripts())
     counted.observe_handoff(1000)
     mortal_api.valkey.kill()
@@ -201,7 +203,7 @@ def test_task_runs_within_a_second_are_written_together(api: Api) -> None:
     }
 
 
-def test_what_the_ledger_lacks_is_a_figure(api: Api) -> None:
+def test_the_difference_in_the_ledger_is_a_gauge(api: Api) -> None:
     ledger.store_findings(api.database, {ledger.DIFFERENCE: 3}, [], 0)
     found = _figures(api)
     assert found["slotkeeper_ledger_difference"] == 3

@@ -57,14 +57,14 @@ def test_so_have_the_forms_of_a_job(api: Api, monkeypatch: pytest.MonkeyPatch, a
     assert 6 < left[0] <= 8
 
 
-def test_what_may_take_long_has_no_limit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_may_take_long_has_no_deadline(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.model()
     listed = _note_time_left(monkeypatch, type(api.database), "read")
     api.client.post("/admin/dlq/retry-all")
     assert min(listed) > 1e9
 
 
-def test_redis_is_not_asked_when_too_little_time_is_left(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submit_skips_redis_if_too_little_time_is_left(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.model()
     environ = {ANSWER_UNTIL: time.monotonic() + 7}
     monkeypatch.setattr(api.dispatcher.queues._settings, "redis_timeout_s", 7.5)

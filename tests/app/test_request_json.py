@@ -16,11 +16,11 @@ def test_json_is_read(text, value):
 
 
 @pytest.mark.parametrize("text", [b"18446744073709551617", b"9" * 4300])
-def test_whole_numbers_stay_whole(text):
+def test_integers_keep_all_their_digits(text):
     assert json_text.dumps(parse_json(text)) == text
 
 
-def test_what_overflows_is_left_to_the_check_of_the_payload():
+def test_a_number_that_overflows_is_parsed_as_infinity():
     assert math.isinf(parse_json(b"1e999"))
 
 
@@ -88,7 +88,7 @@ def test_the_error_for_an_invalid_array_names_the_element(text, message_part, fa
     assert message_part in refused.value.detail
 
 
-def test_of_an_array_no_more_is_parsed_than_is_asked_for():
+def test_an_array_is_parsed_only_up_to_the_requested_items():
     found = iter_array(b"[1," + b"0," * 1_000_000, 100)
     assert [next(found) for _ in range(3)] == [1, 0, 0]
 

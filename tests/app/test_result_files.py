@@ -84,7 +84,7 @@ def test_the_page_draws_the_pictures_of_a_result_and_not_their_text(api: Api) ->
 
 
 @pytest.mark.parametrize("media_type", ["image/svg+xml", "text/html", "application/pdf", "text/javascript"])
-def test_what_a_browser_could_run_is_only_offered_to_be_saved(api: Api, media_type: str) -> None:
+def test_a_file_that_a_browser_could_execute_is_only_offered_as_a_download(api: Api, media_type: str) -> None:
     job = completed(api, FILE | {"media_type": media_type, "name": '../a"b\r\nc.html'})
     assert "<img" not in visitor(api).get(f"/page/jobs/{job}").text
     answer = visitor(api).get(f"/page/jobs/{job}/files/0")
@@ -150,7 +150,7 @@ def test_a_result_without_files_is_saved_as_json(
 
 
 @pytest.mark.parametrize("words", [("--output", "x"), ("--wait", "--count", "2", "--output", "x")])
-def test_only_the_result_of_one_job_that_has_ended_is_saved(
+def test_only_the_result_of_one_ended_job_can_be_saved(
     words: tuple[str, ...], httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(httpserver, monkeypatch, None, "submit", "zimg", "{}", *words).exit_code == 2
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_base64_is_named(
 
 @pytest.mark.parametrize("settings", [{"MAX_BODY_BYTES": "3000000"}])
 @pytest.mark.parametrize(("length", "status"), [(2_000_000, 422), (4_000_000, 413)])
-def test_both_limits_of_a_payload_are_named_by_either_refusal(
+def test_the_refusal_of_a_large_payload_names_both_limits(
     api: Api, settings: dict[str, str], length: int, status: int
 ) -> None:
     api.register()

@@ -1,4 +1,4 @@
-"""Which requests the API accepts without, with and by a wrong key."""
+"""Requests that the API accepts without a key, with a valid key and with a wrong key."""
 
 import re
 from typing import Any, cast
@@ -117,7 +117,7 @@ def test_a_revoked_or_expired_key_opens_nothing(
 
 
 @KEYED
-def test_a_key_makes_changes_and_revokes_none_that_may_more(api: Api, settings: dict[str, str]) -> None:
+def test_a_key_creates_changes_and_revokes_no_key_with_more_scopes(api: Api, settings: dict[str, str]) -> None:
     boss, small = api.with_key("acme", Scope.OPERATE), api.with_key("acme", Scope.KEYS, Scope.READ)
     id_of_boss = boss["Authorization"].removeprefix("Bearer ")[3:15]
     path = f"/tenants/me/keys/{id_of_boss}"
@@ -133,7 +133,7 @@ def test_a_key_makes_changes_and_revokes_none_that_may_more(api: Api, settings: 
     assert made.status_code == 201 and made.headers["Cache-Control"] == "no-store"
     listed = api.client.get("/tenants/acme/keys", headers=small).json["keys"]
     assert len(listed) == 3 and made.json["key"] not in str(listed)
-    assert api.client.delete(path, headers=boss).status_code == 409, "the last one that may operate"
+    assert api.client.delete(path, headers=boss).status_code == 409, "the last key with the scope operate"
 
 
 @KEYED
@@ -270,7 +270,7 @@ def test_our_own_page_can(api: Api) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"])
-def test_what_a_form_can_send_is_refused(api: Api, kind: str) -> None:
+def test_a_content_type_that_an_html_form_can_send_is_refused(api: Api, kind: str) -> None:
     answer = api.client.post("/admin/dlq/retry-all", data=b"", content_type=kind)
     assert (answer.status_code, answer.json["code"]) == (415, "unsupported_media_type")
 

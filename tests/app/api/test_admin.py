@@ -48,7 +48,7 @@ def test_names_may_hold_slashes_dots_and_hyphens(api: Api) -> None:
     assert {model["model"] for model in api.client.get("/admin/models").json["models"]} == set(ODD_NAMES)
 
 
-def test_draining_and_paused_servers_get_nothing_new_and_online_ones_do_again(api: Api) -> None:
+def test_draining_and_paused_servers_get_no_offers_and_online_servers_do(api: Api) -> None:
     api.register()
     for state in ("draining", "paused"):
         api.client.patch("/admin/servers/gpu1", json={"state": state})
@@ -122,7 +122,7 @@ def test_an_unknown_server_is_not_found(api: Api, act: str) -> None:
     assert getattr(api.client, act)("/admin/servers/nobody", **body).status_code == 404
 
 
-def test_one_server_is_shown_as_the_list_shows_it(api: Api) -> None:
+def test_the_response_for_one_server_equals_its_entry_in_the_list(api: Api) -> None:
     for name in ("gpu1", "rack2/gpu"):
         api.register(server=name)
     for listed in api.client.get("/admin/servers").json["servers"]:
@@ -146,7 +146,7 @@ def test_a_wrong_change_of_a_server_is_refused(api: Api, body: dict[str, Any]) -
     assert api.client.get("/admin/servers").json["servers"][0]["state"] == "online"
 
 
-def test_without_redis_the_catalog_can_be_changed_all_the_same(mortal_api: Api) -> None:
+def test_the_catalog_can_be_changed_while_redis_is_down(mortal_api: Api) -> None:
     api = mortal_api
     api.valkey.kill()
     assert api.register().status_code == 201
@@ -168,19 +168,19 @@ def test_an_override_is_shown_beside_its_default(api: Api) -> None:
     assert api.client.get("/admin/model-configs/flux").json == answer
 
 
-def test_a_put_replaces_what_was_overridden_before(api: Api) -> None:
+def test_a_put_replaces_all_earlier_overrides(api: Api) -> None:
     api.client.put("/admin/model-configs/flux", json={"max_retries": 1})
     answer = api.client.put("/admin/model-configs/flux", json={"policy": "fifo"}).json
     assert answer["overrides"] == {"policy": "fifo"}
 
 
-def test_a_delete_goes_back_to_the_defaults(api: Api) -> None:
+def test_a_delete_restores_the_default_configuration(api: Api) -> None:
     api.client.put("/admin/model-configs/flux", json={"max_retries": 1})
     answer = api.client.delete("/admin/model-configs/flux").json
     assert (answer["overrides"], answer["config"]) == ({}, answer["defaults"])
 
 
-def test_a_changed_policy_holds_at_once(api: Api) -> None:
+def test_a_changed_policy_applies_at_once(api: Api) -> None:
     api.model()
     low, urgent = api.submitted(priority=9), api.submitted(priority=1)
     assert api.client.get(f"/queue/jobs/{urgent}").json["position"] == 1
@@ -257,7 +257,7 @@ def test_all_dead_jobs_are_retried_in_the_order_of_their_acceptance(api: Api) ->
     assert api.client.post("/admin/dlq/retry-all").json == {"retried": 0, "more": False, "left_out": 0, "unpaid": []}
 
 
-def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
+def test_retry_all_with_a_model_retries_only_the_dead_jobs_of_that_model(api: Api) -> None:
     api.model()
     api.model("other")
     dead = [an_ended_job(api.dispatcher.store, State.DEAD, model=name).id for name in ("zimg", "other", "zimg")]
@@ -269,11 +269,11 @@ def test_all_dead_jobs_of_one_model_are_retried_and_no_others(api: Api) -> None:
     }
     assert [api.job(job_id).state for job_id in dead] == [State.QUEUED, State.DEAD, State.QUEUED]
     for query in ("model=a%20b", "Model=other"):
-        assert api.client.post(f"/admin/dlq/retry-all?{query}").status_code == 422, "and not all of them"
+        assert api.client.post(f"/admin/dlq/retry-all?{query}").status_code == 422, "an invalid query retries no job"
     assert api.job(dead[1]).state is State.DEAD
 
 
-def test_retry_all_takes_on_no_more_than_it_can(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_all_retries_a_limited_number_of_jobs_per_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.api import job_views
 
     monkeypatch.setattr(job_views, "_MAX_RETRIED", 2)

@@ -1,4 +1,4 @@
-"""The audit log over the REST API: which acts it records, and which keys may read them."""
+"""The audit log over the REST API: the acts that it records, and the keys that may read them."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_the_reset_of_a_server_is_recorded_in_the_audit_log(api: Api) -> None:
     assert [act["act"] for act in _acts(api, server="gpu1")] == ["server.reset", "server.register"]
 
 
-def test_what_a_process_does_by_itself_is_not_the_last_requests(api: Api) -> None:
+def test_an_act_of_a_process_outside_a_request_is_not_attributed_to_the_last_request(api: Api) -> None:
     api.client.put("/admin/model-configs/zimg", json={})
     job = a_queued_job(api.dispatcher.store)
     api.dispatcher.cancel(job.id)

@@ -122,7 +122,7 @@ def test_lines_that_can_never_be_admitted_are_refused_one_by_one(api: Api) -> No
 
 
 @KEYED
-def test_of_lines_that_are_too_many_at_once_as_many_are_taken_as_may_come(api: Api, settings: dict[str, str]) -> None:
+def test_a_chunk_over_the_rate_limit_is_accepted_up_to_the_limit(api: Api, settings: dict[str, str]) -> None:
     acme, root = api.tenant("acme"), api.tenant("root", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     limits = {"limits": {"rate_per_s": 1, "burst": 5}}
@@ -135,7 +135,7 @@ def test_of_lines_that_are_too_many_at_once_as_many_are_taken_as_may_come(api: A
     assert api.client.get(f"/batches/{batch}", headers=acme).json["next_line"] == 3
 
 
-def test_what_is_no_ndjson_is_refused(api: Api) -> None:
+def test_a_chunk_that_is_not_ndjson_or_is_too_long_or_names_no_batch_is_refused(api: Api) -> None:
     api.model()
     batch = create(api)
     assert api.client.post(f"/batches/{batch}/lines", json=[CAT]).status_code == 415
@@ -261,7 +261,7 @@ def test_a_batch_ends_once_when_its_last_job_has(api: Api) -> None:
     assert [tuple(message) for message in messages] == [(batch, batch, "batch.ended")]
 
 
-def test_a_batch_whose_client_has_gone_is_closed(api: Api) -> None:
+def test_an_open_batch_without_new_lines_is_closed_after_a_timeout(api: Api) -> None:
     api.model()
     batch = create(api)
     sent(api, batch, [CAT])
@@ -275,7 +275,7 @@ def test_a_batch_whose_client_has_gone_is_closed(api: Api) -> None:
 # -- on hold -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_an_all_or_none_batch_runs_before_its_close(api: Api) -> None:
+def test_no_job_of_an_all_or_none_batch_starts_before_the_batch_is_closed(api: Api) -> None:
     api.register()
     batch = create(api, on_error="refuse")
     sent(api, batch, [CAT] * 2)
@@ -288,7 +288,7 @@ def test_nothing_of_an_all_or_none_batch_runs_before_its_close(api: Api) -> None
     assert shown(api, batch)["by_state"] == {"queued": 2} and len(api.notifications.offers) == 1
 
 
-def test_one_bad_line_of_an_all_or_none_batch_stops_all(api: Api) -> None:
+def test_one_invalid_line_of_an_all_or_none_batch_cancels_the_whole_batch(api: Api) -> None:
     api.register()
     batch = create(api, on_error="refuse")
     sent(api, batch, [CAT, CAT | {"not_before": 60}])
@@ -315,7 +315,7 @@ def test_a_paused_batch_starts_nothing_until_it_is_resumed(api: Api) -> None:
     assert not batch_of(api, batch).has_held
 
 
-def test_what_was_queued_again_in_a_paused_batch_is_held_by_maintenance(timed_api: TimedApi) -> None:
+def test_maintenance_holds_a_job_that_became_due_in_a_paused_batch(timed_api: TimedApi) -> None:
     api = timed_api
     api.set_clock(now_ms())
     api.model()
@@ -346,7 +346,7 @@ def test_a_canceled_batch_takes_no_more_lines_and_maintenance_cancels_the_rest(
     assert api.client.post(f"/batches/{batch}/pause").status_code == 409
 
 
-def test_only_a_batch_of_lines_is_paused_and_has_results(api: Api) -> None:
+def test_only_a_batch_of_lines_can_be_paused_and_has_results(api: Api) -> None:
     api.model()
     name = new_job_id()
     api.client.post(f"/queue/submit-batch?batch={name}", json=[CAT | {"model": "zimg"}])
@@ -354,7 +354,7 @@ def test_only_a_batch_of_lines_is_paused_and_has_results(api: Api) -> None:
     assert api.client.get(f"/batches/{name}/results").status_code == 409
 
 
-def test_an_all_or_none_batch_whose_client_has_gone_is_canceled(api: Api) -> None:
+def test_an_open_all_or_none_batch_without_new_lines_is_canceled_after_a_timeout(api: Api) -> None:
     api.model()
     batch = create(api, on_error="refuse")
     sent(api, batch, [CAT])
@@ -379,8 +379,8 @@ def test_jobs_that_were_released_are_held_again_when_the_batch_is_paused(api: Ap
     assert shown(api, batch)["by_state"] == {"queued": 1}
 
 
-def test_a_batch_whose_lines_are_held_is_known_to_have_such_lines(api: Api) -> None:
-    """Who has found none, and comes to say so after others were held, says nothing."""
+def test_a_stale_release_does_not_clear_the_flag_of_held_lines(api: Api) -> None:
+    """The release read the batch before its lines were held, and found no held line."""
     api.model()
     batch = create(api)
     sent(api, batch, [CAT])
@@ -439,7 +439,7 @@ def test_a_line_of_a_model_that_takes_no_jobs_is_an_error(api: Api) -> None:
     assert "draining" in api.client.get(f"/batches/{batch}/errors").json["errors"][0]["message"]
 
 
-def test_what_is_kept_of_a_bad_line_is_short_and_can_be_stored(api: Api) -> None:
+def test_the_stored_error_of_an_invalid_line_is_short_and_valid_text(api: Api) -> None:
     api.model()
     batch = create(api)
     odd, long = b'{"custom_id": "\\ud800x", "payload": {}}', {"k" * 100_000: 1, "payload": {}}
@@ -468,7 +468,7 @@ def test_results_are_returned_in_line_order(api: Api) -> None:
     assert "Next-Line" not in api.client.get(f"/batches/{batch}/results?from=3").headers
 
 
-def test_a_page_of_results_is_bounded_in_bytes_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_results_is_limited_in_bytes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.model()
     batch = create(api)
     sent(api, batch, [CAT] * 5)

@@ -64,7 +64,7 @@ def test_batches_are_listed_page_by_page_the_newest_first(api: Api) -> None:
     assert third["next_cursor"] is None
 
 
-def test_a_batch_is_canceled_as_a_whole(api: Api) -> None:
+def test_a_cancel_of_a_batch_cancels_all_of_its_jobs(api: Api) -> None:
     api.register()
     sent = _submit(api)
     offer = api.notifications.offers[0]
@@ -142,7 +142,7 @@ def test_requests_that_name_the_same_batch_submit_one_batch(api: Api) -> None:
 
 
 @KEYED
-def test_two_tenants_that_name_the_same_batch_share_nothing(api: Api, settings: dict[str, str]) -> None:
+def test_batches_of_two_tenants_with_the_same_name_are_separate(api: Api, settings: dict[str, str]) -> None:
     acme, other, root = api.tenant("acme"), api.tenant("other"), api.tenant("root", admin=True)
     assert api.client.put("/admin/model-configs/zimg", json={}, headers=root).status_code == 200
     name = new_job_id()
@@ -158,7 +158,7 @@ def test_two_tenants_that_name_the_same_batch_share_nothing(api: Api, settings: 
 @pytest.mark.parametrize(
     "path", ["/queue/batches?cursor=x", "/queue/jobs?batch=x", "/queue/jobs?batch=%00", "/queue/batches/%00"]
 )
-def test_what_is_no_batch_is_refused(api: Api, path: str) -> None:
+def test_an_invalid_cursor_or_batch_name_is_refused(api: Api, path: str) -> None:
     assert api.client.get(path).status_code == 422
 
 

@@ -139,7 +139,7 @@ def test_dead_jobs_of_tenants_without_credits_stay_and_those_of_others_are_retri
     assert len(api.client.get("/admin/dlq", headers=root).json["jobs"]) == 2
 
 
-def test_an_act_is_done_once_for_each_key(api: Api, acme: Headers, root: Headers) -> None:
+def test_a_credit_act_is_applied_once_for_each_idempotency_key(api: Api, acme: Headers, root: Headers) -> None:
     again = _act(api, root, kind="grant", amount=4 * _MICRO, reason="invoice 17")
     assert again.status_code == 200 and again.json["amount"] == 4 * _MICRO
     assert _act(api, root, kind="grant", amount=5 * _MICRO).json["code"] == "idempotency_conflict"
@@ -148,9 +148,9 @@ def test_an_act_is_done_once_for_each_key(api: Api, acme: Headers, root: Headers
     assert acts.count("credit.grant") == 1 and "credit.open" in acts
 
 
-def test_a_refund_gives_back_what_a_job_has_cost_and_no_more(api: Api, acme: Headers, root: Headers) -> None:
+def test_the_refunds_of_a_job_never_exceed_its_cost(api: Api, acme: Headers, root: Headers) -> None:
     job_id = api.submitted(acme)
-    assert _act(api, root, "r0", kind="refund", job_id=job_id).status_code == 409, "it has cost nothing yet"
+    assert _act(api, root, "r0", kind="refund", job_id=job_id).status_code == 409, "the job has no cost yet"
     _end(api, job_id, 1000)
     assert _act(api, root, "r1", kind="refund", amount=5_000, job_id=job_id).status_code == 201
     assert _act(api, root, "r2", kind="refund", amount=15_001, job_id=job_id).status_code == 409

@@ -45,7 +45,9 @@ def test_changed_defaults_apply_to_later_submits(api: Api) -> None:
         ("/admin/model-configs/zimg", {"kind": "nobody"}, "kind"),
     ],
 )
-def test_what_is_wrong_is_refused_whole_with_its_field(api: Api, path: str, body: dict[str, Any], field: str) -> None:
+def test_an_invalid_default_is_refused_with_its_field_and_changes_nothing(
+    api: Api, path: str, body: dict[str, Any], field: str
+) -> None:
     before = api.client.get("/admin/defaults").json
     answer = api.client.put(path, json=body)
     assert (answer.status_code, answer.json["field"]) == (422, field)

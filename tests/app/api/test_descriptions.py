@@ -201,7 +201,7 @@ def test_a_fault_of_what_was_merged_is_shown_where_it_was_given(api, monkeypatch
 # -- shown, and in versions ------------------------------------------------------------------------------------
 
 
-def test_a_description_is_shown_as_given_and_as_it_is_in_force(api):
+def test_a_model_configuration_shows_the_given_and_the_effective_description(api):
     given = {"preset": "slot-protocol", "description": {"status": {"path": "/v1/{{id}}"}}}
     for shown in (_put(api, given).json, api.client.get(CONFIG).json):
         assert shown["overrides"] == given
@@ -215,7 +215,7 @@ def test_without_a_description_the_slot_protocol_is_in_force(api):
     assert shown["described_by"] is None and shown["description"]["submit"]["id"] == "/job_id"
 
 
-def test_the_shorthand_makes_a_version_too(api):
+def test_the_shorthand_fields_also_create_a_version_of_the_description(api):
     shown = _put(api, {"model_type": "async", "poll_endpoint_template": "/s/{id}", "id_field": "rid"}).json
     assert (shown["description"]["submit"]["id"], shown["description"]["mode"]) == ("/rid", "async")
     assert shown["described_by"] is not None
@@ -247,14 +247,14 @@ def test_a_registration_may_override_the_description_of_the_model(api):
     assert now() == of_model
 
 
-def test_a_registrations_description_is_checked_too(api):
+def test_the_description_in_a_registration_is_validated(api):
     body = {"model": "zimg", "server": "gpu1", "endpoint": "http://127.0.0.1:9/x", "slots": 1}
     refused = api.client.post("/admin/register", json=body | {"description": {"submit": {"id": "x"}}})
     assert (refused.status_code, refused.json["errors"][0]["pointer"]) == (422, "/description/submit/id")
     assert "gpu1" not in api.dispatcher.catalog.refresh().servers
 
 
-def test_a_run_names_the_version_that_it_began_with(api):
+def test_a_run_stores_the_description_version_with_which_it_started(api):
     version = _version(api, mode="async")
     api.register("zimg", "gpu0")
     task = api.started()
@@ -276,7 +276,7 @@ def test_a_resumed_run_keeps_its_description_version_and_a_new_run_uses_the_curr
     assert (anew.remote_id, anew.described_by) == (None, second)
 
 
-def test_a_run_that_was_never_sent_begins_by_the_new_description(api):
+def test_a_run_whose_request_was_never_sent_restarts_with_the_new_description(api):
     first = _version(api, mode="async")
     api.register("zimg", "gpu0")
     task = api.started()
@@ -312,7 +312,7 @@ def test_a_version_that_a_run_names_stays(api):
     assert adapter_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), task.run.described_by)
 
 
-def test_a_version_that_is_named_again_meanwhile_stays(api):
+def test_an_unused_version_that_is_used_again_is_not_deleted(api):
     old = _version(api, mode="async")
     _version(api, mode="callback")
     server_descriptions.delete_unused(database(), now_ms())
@@ -321,7 +321,7 @@ def test_a_version_that_is_named_again_meanwhile_stays(api):
     assert server_descriptions.read_description(database(), old) is not None
 
 
-def test_a_version_that_is_gone_is_a_fault_of_the_model(api):
+def test_a_missing_description_version_raises_misconfigured(api):
     api.register("zimg", "gpu0")
     with pytest.raises(Misconfigured, match="not in the record"):
         adapter_for("http://127.0.0.1:9/", api.dispatcher.catalog.resolve("zimg"), "0" * 32)
@@ -352,7 +352,7 @@ def test_the_release_before_takes_a_description_away_with_the_rest(api):
 # -- used ------------------------------------------------------------------------------------------------------
 
 
-def test_health_is_asked_as_described(api):
+def test_a_health_check_follows_the_description(api):
     with Scripted(lambda seen: answer({"q": [1, 2]}) if seen.path == "/queue" else answer(b"", 404)) as there:
         described = {"health": {"path": "/queue", "active": {"count": "/q"}, "job_ids": None}}
         assert _put(api, {"description": described}).status_code == 200
@@ -401,7 +401,7 @@ def test_a_stored_description_builds_the_requests_that_were_validated(api):
 
 
 @pytest.mark.parametrize("keeps, read", [(True, OutcomeKind.DONE), (False, None)])
-def test_a_push_about_a_result_that_is_read_once_is_left_to_the_worker(api, keeps, read):
+def test_a_push_for_a_server_that_returns_each_result_once_is_left_to_the_worker(api, keeps, read):
     _version(api, mode="async", keeps_results=keeps)
     api.register("zimg", "gpu0")
     task = api.started()

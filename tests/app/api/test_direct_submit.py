@@ -46,7 +46,7 @@ def shown(answer: Any) -> tuple[Any, ...]:
     return answer.status_code, headers, body, sorted(answer.json)
 
 
-def test_a_job_that_is_accepted_costs_no_request_of_flask(api: Api, through_flask: list[str]) -> None:
+def test_an_accepted_job_makes_no_flask_request(api: Api, through_flask: list[str]) -> None:
     api.model()
     through_flask.clear()
     direct = api.submit()
@@ -106,7 +106,9 @@ def test_a_refused_job_is_refused_as_flask_would(api: Api, body: Any) -> None:
         {"HTTP_SEC_FETCH_SITE": "cross-site"},
     ],
 )
-def test_who_may_not_submit_without_keys_is_refused_as_by_flask(api: Api, environ: dict[str, str]) -> None:
+def test_a_forbidden_submit_without_keys_gets_the_same_refusal_as_through_flask(
+    api: Api, environ: dict[str, str]
+) -> None:
     api.model()
     direct, by_flask = both(api, {"model": "zimg", "payload": {}}, **environ)
     assert direct.status_code in (403, 421)
@@ -116,7 +118,9 @@ def test_who_may_not_submit_without_keys_is_refused_as_by_flask(api: Api, enviro
 
 @KEYED
 @pytest.mark.parametrize("key, status", [("", 401), ("Bearer sk_wrong", 401), ("of a reader", 403)])
-def test_who_may_not_submit_is_refused_as_by_flask(api: Api, settings: dict[str, str], key: str, status: int) -> None:
+def test_a_submit_without_a_sufficient_key_gets_the_same_refusal_as_through_flask(
+    api: Api, settings: dict[str, str], key: str, status: int
+) -> None:
     key = api.with_key("acme", Scope.READ)["Authorization"] if key == "of a reader" else key
     direct, by_flask = both(api, {"model": "zimg", "payload": {}}, HTTP_AUTHORIZATION=key)
     assert direct.status_code == status

@@ -1,4 +1,4 @@
-"""Every error is answered as a problem; health and metrics do not fail with the parts that they report on."""
+"""Every error is returned as a problem; health and metrics do not fail with the parts that they report on."""
 
 import re
 import socket
@@ -49,7 +49,7 @@ def test_an_internal_error_shows_no_details_of_the_exception(api: Api, monkeypat
     assert "hunter2" not in answer.text
 
 
-def test_a_whole_process_is_ready(api: Api) -> None:
+def test_a_process_whose_parts_all_work_is_ready(api: Api) -> None:
     task_runs.mark_sweep(scripts())
     processes().report("worker@a/1", A_WORKER)
     answer = api.client.get("/health/ready")
@@ -168,7 +168,7 @@ def test_an_unreadable_queue_does_not_hide_the_figures_of_other_queues(api: Api)
     assert (models["flux"]["waiting"], models["zimg"]["waiting"]) == (0, None)
 
 
-def test_what_the_audit_found_is_a_figure_until_it_finds_it_no_more(api: Api) -> None:
+def test_audit_findings_are_a_gauge_until_a_later_audit_finds_none(api: Api) -> None:
     ledger.store_findings(api.database, {"slot_differs": 2, "ledger_unbalanced": 0}, [("job-1", "slot_differs")], T0)
     found = _figures(api)
     assert found['slotkeeper_invariant_findings{check="slot_differs"}'] == 2
@@ -193,7 +193,7 @@ def test_figures_do_not_need_the_database(api: Api) -> None:
     assert found['slotkeeper_up{part="database"}'] == 0
 
 
-def test_the_page_with_the_documentation_needs_no_network(api: Api) -> None:
+def test_the_api_documentation_page_loads_nothing_from_other_hosts(api: Api) -> None:
     page = api.client.get("/docs", follow_redirects=True)
     assert page.status_code == 200
     assert "https://" not in page.text and "http://" not in page.text

@@ -1,4 +1,4 @@
-"""GET /queue/jobs/{id}/explain: what a job waits for, each reason by itself."""
+"""GET /queue/jobs/{id}/explain: the reasons why a job waits, each tested alone."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_a_job_whose_constraints_no_server_meets_waits_and_names_them(timed_api:
     assert found["servers"] == {"gpu1": "does not meet gpu=H100"}
 
 
-def test_only_servers_that_meet_its_constraints_are_waited_for(timed_api: TimedApi) -> None:
+def test_a_job_waits_only_for_servers_that_meet_its_constraints(timed_api: TimedApi) -> None:
     api = timed_api
     api.register(server="gpu1", attributes={"gpu": "A100"})
     api.register(server="gpu2", attributes={"gpu": "H100"})
@@ -147,7 +147,7 @@ def test_an_open_breaker_of_a_server_and_until_when(timed_api: TimedApi, setting
     assert found["sentence"] == f"It waits: {why} until 2027-01-15T08:00:08Z."
 
 
-def test_a_server_that_is_away_since_when_and_until_when(timed_api: TimedApi) -> None:
+def test_an_unreachable_server_is_explained_with_the_start_and_end_of_its_cooldown(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     cooldown_ms = cool_down(api.dispatcher, "zimg", "gpu1")

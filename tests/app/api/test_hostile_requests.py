@@ -103,7 +103,7 @@ def test_a_weight_that_no_score_can_be_divided_by_is_refused(api: Api, weight: f
 
 
 @pytest.mark.parametrize("name", ["", " ", " a", "a\n", "\t", "a\u202eb", "\x1b[2J", "x" * 201])
-def test_a_tenants_name_can_be_shown_and_asked_for(api: Api, name: str) -> None:
+def test_a_tenant_name_that_cannot_be_displayed_or_requested_is_refused(api: Api, name: str) -> None:
     with pytest.raises(InvalidRequest):
         Tenants(api.database).add(Tenant(name), now_ms())
 
@@ -113,14 +113,14 @@ def test_the_tenant_of_those_without_keys_gets_no_key(api: Api) -> None:
         Tenants(api.database).add(Tenant("default"), now_ms())
 
 
-def test_no_time_to_live_and_a_moment_that_has_passed_expire_the_job(api: Api) -> None:
+def test_a_ttl_that_ends_before_not_before_is_refused_and_a_past_not_before_is_accepted(api: Api) -> None:
     api.model()
     assert api.submit(ttl=0, not_before="2020-01-01T00:00:00Z").status_code == 202
     refused = api.submit(ttl=1, not_before=2)
     assert (refused.status_code, refused.json["field"]) == (422, "ttl")
 
 
-def test_a_fixed_word_is_no_jobs_id(api: Api) -> None:
+def test_a_fixed_path_segment_is_not_read_as_a_job_id(api: Api) -> None:
     assert api.client.delete("/admin/dlq/retry-all").status_code == 405
     assert set(api.client.options("/admin/dlq/retry-all").headers["Allow"].split(", ")) == {"POST", "OPTIONS"}
     assert api.client.delete("/admin/dlq/retry-all2").status_code == 404

@@ -37,7 +37,7 @@ def test_times_are_utc_with_milliseconds(api: Api) -> None:
     assert _get(api, job.id).json["created_at"] == "2027-01-15T08:00:00.007Z"
 
 
-def test_a_running_job_shows_where_and_a_waiting_one_its_place(api: Api) -> None:
+def test_a_running_job_shows_its_server_and_a_waiting_job_its_position(api: Api) -> None:
     api.register(server="gpu1")
     running, waiting = api.started().run.job.id, api.submitted()
     shown = _get(api, running).json
@@ -47,7 +47,7 @@ def test_a_running_job_shows_where_and_a_waiting_one_its_place(api: Api) -> None
     assert (shown["server"], shown["slot"], shown["position"]) == (None, None, 1)
 
 
-def test_a_result_is_handed_on_as_it_is(api: Api) -> None:
+def test_a_result_is_returned_as_it_was_stored(api: Api) -> None:
     api.register()
     task = api.started()
     end_run_with(api.dispatcher, task, Reason.FINISHED, result='{"url":"x","n":[1,2.5,null]}')
@@ -113,7 +113,7 @@ def test_a_job_that_has_ended_is_not_waited_for(api: Api) -> None:
     assert _get(api, job.id, wait=60).json["status"] == "completed"
 
 
-def test_by_another_server_than_web_all_are_answered_at_once(api: Api) -> None:
+def test_another_server_than_web_ignores_the_wait_parameter(api: Api) -> None:
     api.model()
     assert _get(api, api.submitted(), wait=60).json["status"] == "queued"
 
@@ -183,7 +183,7 @@ def test_a_waiting_job_is_canceled_at_once(api: Api) -> None:
     assert api.job(job_id).state is State.CANCELED
 
 
-def test_a_running_job_is_canceled_when_its_server_lets_go(api: Api) -> None:
+def test_a_running_job_stays_running_after_a_cancel_until_its_server_ends_it(api: Api) -> None:
     api.register()
     job_id = api.started().run.job.id
     answer = api.client.post(f"/queue/jobs/{job_id}/cancel")
@@ -192,14 +192,14 @@ def test_a_running_job_is_canceled_when_its_server_lets_go(api: Api) -> None:
     assert (shown["status"], shown["cancel_requested"]) == ("running", True)
 
 
-def test_what_has_ended_cannot_be_canceled(api: Api) -> None:
+def test_an_ended_job_cannot_be_canceled(api: Api) -> None:
     job = an_ended_job(api.dispatcher.store)
     answer = api.client.post(f"/queue/jobs/{job.id}/cancel")
     assert (answer.status_code, answer.json["code"], answer.json["job_status"]) == (409, "conflict", "completed")
     assert api.job(job.id) == job
 
 
-def test_a_cancel_needs_no_redis(mortal_api: Api) -> None:
+def test_a_waiting_job_can_be_canceled_while_redis_is_down(mortal_api: Api) -> None:
     mortal_api.model()
     job_id = mortal_api.submitted()
     mortal_api.valkey.kill()

@@ -3,7 +3,7 @@
 from tests.support.api import Api
 
 
-def test_labels_are_given_stored_returned_and_filtered(api: Api) -> None:
+def test_labels_are_stored_and_returned_and_filter_the_list(api: Api) -> None:
     api.model()
     both = api.submit(labels={"team": "search", "run": "7"}).json["job_id"]
     other = api.submit(labels={"team": "Search"}).json["job_id"]
@@ -29,7 +29,7 @@ def test_wrong_labels_are_refused(api: Api) -> None:
     assert (answer.status_code, answer.json["field"]) == (422, "label")
 
 
-def test_labels_are_part_of_the_request_that_a_key_names(api: Api) -> None:
+def test_an_idempotency_key_with_other_labels_is_a_conflict(api: Api) -> None:
     api.model()
     key = {"Idempotency-Key": "k"}
     first = api.submit(key, labels={"team": "search"}).json["job_id"]

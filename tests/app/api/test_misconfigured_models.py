@@ -42,14 +42,14 @@ ID_FIELDS = ["/a~2", "/" + "a/" * 45 + "~"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_that_cannot_be_compiled_is_refused_with_its_place(api: Api, template: str) -> None:
+def test_a_template_that_cannot_be_compiled_is_refused_with_its_field(api: Api, template: str) -> None:
     answer = api.client.put("/admin/model-configs/zimg", json={"poll_endpoint_template": template})
     assert (answer.status_code, answer.json["field"]) == (422, "poll_endpoint_template")
     assert api.client.get("/admin/model-configs/zimg").status_code == 404, "nothing was stored"
 
 
 @pytest.mark.parametrize("id_field", ID_FIELDS)
-def test_an_id_field_that_cannot_be_compiled_is_refused_with_its_place(api: Api, id_field: str) -> None:
+def test_an_id_field_that_cannot_be_compiled_is_refused_with_its_field(api: Api, id_field: str) -> None:
     answer = api.client.put("/admin/model-configs/zimg", json={"id_field": id_field})
     assert (answer.status_code, answer.json["field"]) == (422, "id_field")
 
@@ -104,7 +104,7 @@ def test_a_job_of_a_misconfigured_model_ends_in_a_retry_that_names_the_field(sto
     assert "poll_endpoint_template" in outcome.message
 
 
-def test_a_push_about_its_job_is_left_to_the_worker(stored: Api) -> None:
+def test_a_push_for_a_job_of_a_misconfigured_model_is_left_to_the_worker(stored: Api) -> None:
     task = stored.started(model="broken")
     token = server_push.push_token(task.run.job.id, task.run.attempt)
     header = {"Authorization": f"Bearer {token}"}

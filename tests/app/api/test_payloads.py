@@ -51,6 +51,6 @@ def test_without_keys_all_clients_are_one(api: Api) -> None:
     assert "a@b.c" in api.client.get(f"/page/jobs/{job_id}").text
 
 
-def test_a_place_to_redact_is_a_json_pointer(api: Api) -> None:
+def test_each_entry_of_redact_is_a_json_pointer(api: Api) -> None:
     answer = api.client.put("/admin/model-configs/zimg", json={"redact": ["prompt"]})
     assert answer.status_code == 422 and "begin with /" in answer.json["detail"]

@@ -50,7 +50,7 @@ def test_the_receipt_of_a_job_that_no_server_can_run_has_a_notice(api: Api) -> N
     assert [one["notice"] is None for one in answer["jobs"]] == [True, False]
 
 
-def test_where_the_model_wants_it_such_a_job_is_refused(api: Api) -> None:
+def test_a_job_without_a_matching_server_is_refused_if_the_model_sets_unmatched_to_refuse(api: Api) -> None:
     api.register(attributes={"gpu": "A100"})
     api.model(unmatched="refuse")
     answer = api.submit(constraints={"gpu": "H100"})
@@ -58,7 +58,7 @@ def test_where_the_model_wants_it_such_a_job_is_refused(api: Api) -> None:
     assert "no known server of model 'zimg' meets gpu=H100; change them, or register" in answer.json["detail"]
     assert api.stored() == NOTHING
     api.client.patch("/admin/servers/gpu1", json={"state": "paused"})
-    assert api.submit(constraints={"gpu": "A100"}).status_code == 202, "a paused server is a known one"
+    assert api.submit(constraints={"gpu": "A100"}).status_code == 202, "a paused server counts as a known server"
     jobs = [{"model": "zimg", "payload": {}, "constraints": {"gpu": gpu}} for gpu in ("A100", "H100")]
     assert api.client.post("/queue/submit-batch", json=jobs).json["index"] == 1
 
@@ -121,7 +121,7 @@ def test_no_number_is_endless(api: Api, number: bytes) -> None:
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_server_declares_is_shown_and_kept_until_it_declares_something_else(api: Api) -> None:
+def test_the_declared_attributes_of_a_server_stay_until_the_next_declaration(api: Api) -> None:
     declared = {"gpu": "A100", "memory": 80, "labels": ["fast", "testnet"]}
     answer = api.register(attributes=declared, weight=2.5).json
     assert (answer["attributes"], answer["weight"]) == (declared, 2.5)
@@ -152,7 +152,7 @@ def test_a_version_is_compared_with_that_of_the_jobs_own_model(api: Api) -> None
     assert [offer.job_id for offer in api.notifications.offers] == [ids[0], ids[3]]
 
 
-def test_a_model_with_an_odd_name_declares_a_version_too(api: Api) -> None:
+def test_a_model_with_an_unusual_name_can_declare_a_version(api: Api) -> None:
     name = "org/m-7b.v%1+x@y:z".replace("%", "")
     api.register(model=name, model_version="1.0")
     job_id = api.submitted(model=name, constraints={"model_version": "1.0"})

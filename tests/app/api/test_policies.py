@@ -37,7 +37,7 @@ def _put(api: Api, body: bytes) -> Any:
 # -- the four answers ----------------------------------------------------------------------------------------------
 
 
-def test_running_soon(timed_api: TimedApi) -> None:
+def test_a_submit_to_a_free_slot_reports_that_the_job_is_starting(timed_api: TimedApi) -> None:
     api = timed_api
     api.register()
     receipt = api.submit().json
@@ -77,7 +77,7 @@ def test_later_and_what_has_started_or_ended(timed_api: TimedApi) -> None:
     assert (again["status"], again["next_step"], again["position"]) == (State.COMPLETED, None, None)
 
 
-def test_unknown_while_redis_is_away(mortal_api: Api) -> None:
+def test_a_submit_while_redis_is_down_reports_an_unknown_next_step(mortal_api: Api) -> None:
     mortal_api.register()
     mortal_api.valkey.kill()
     receipt = mortal_api.submit().json
@@ -108,7 +108,7 @@ def test_under_fair_the_capacity_applies_to_each_tenant(timed_api: TimedApi, set
     assert api.submit(zeta).status_code == 202
 
 
-def test_a_deadline_that_can_hardly_be_met_is_refused_at_once(timed_api: TimedApi) -> None:
+def test_a_ttl_shorter_than_the_estimated_wait_is_refused(timed_api: TimedApi) -> None:
     api = timed_api
     _measured(api)
     for _ in range(20):
@@ -121,7 +121,7 @@ def test_a_deadline_that_can_hardly_be_met_is_refused_at_once(timed_api: TimedAp
     assert "longer ttl" in answer.json["detail"]
     assert api.stored() == before
     assert api.submit(ttl=3600 * 24).status_code == 202
-    assert api.submit(ttl=60, priority=1).status_code == 202, "nobody comes before it"
+    assert api.submit(ttl=60, priority=1).status_code == 202, "no job is ahead of it"
     jobs = [{"model": "zimg", "payload": {}}, {"model": "zimg", "payload": {}, "ttl": 60}]
     assert api.client.post("/queue/submit-batch", json=jobs).json["index"] == 1
 
@@ -196,7 +196,7 @@ def test_an_unknown_model_is_not_shown(api: Api) -> None:
 # -- changes of the policy -----------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_could_not_be_brought_to_redis_holds_after_the_sweep(mortal_api: Api) -> None:
+def test_a_policy_set_while_redis_is_down_applies_after_the_sweep(mortal_api: Api) -> None:
     api = mortal_api
     api.model()
     low, urgent = api.submitted(priority=9), api.submitted(priority=1)
@@ -250,7 +250,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_wrong_policy_is_refused_by_name_and_the_old_one_stays_in_force(api: Api, case: str) -> None:
+def test_an_invalid_policy_is_refused_with_its_field_and_the_old_policy_stays(api: Api, case: str) -> None:
     body, field, reason = BAD[case]
     api.model(policy="fifo", weights={"acme": 2.0})
     before = api.client.get("/admin/model-configs/zimg").json
@@ -262,7 +262,7 @@ def test_a_wrong_policy_is_refused_by_name_and_the_old_one_stays_in_force(api: A
     assert _order(api, low, urgent) == [low, urgent]
 
 
-def test_what_is_no_number_is_no_json(api: Api) -> None:
+def test_a_nan_in_a_policy_is_malformed_json(api: Api) -> None:
     api.model(policy="fifo")
     answer = _put(api, b'{"weights":{"acme":NaN}}')
     assert (answer.status_code, answer.json["code"]) == (400, "malformed_json")

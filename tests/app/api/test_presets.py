@@ -99,7 +99,7 @@ def test_a_probe_of_an_unreachable_url_reports_reachable_false(api: Api) -> None
         ({"url": "http://gpu1", "model": "no model"}, "model"),
     ],
 )
-def test_what_cannot_be_probed_is_refused_by_its_field(api: Api, body: dict[str, Any], field: str) -> None:
+def test_an_invalid_probe_request_is_refused_with_its_field(api: Api, body: dict[str, Any], field: str) -> None:
     refused = api.client.post("/admin/servers/probe", json=body)
     assert (refused.status_code, refused.json["field"]) == (422, field)
 

@@ -38,7 +38,7 @@ def _token(task: ActiveRun) -> str:
     return server_push.push_token(task.run.job.id, task.run.attempt)
 
 
-def test_a_push_ends_the_run_and_hands_the_slot_on(api: Api, task: ActiveRun) -> None:
+def test_a_push_ends_the_run_and_offers_the_slot_to_the_next_job(api: Api, task: ActiveRun) -> None:
     waiting = api.submitted()
     answer = _push(api, task.run.job.id, _token(task))
     job = api.job(task.run.job.id)
@@ -72,7 +72,7 @@ def test_a_push_without_a_final_status_is_ignored(api: Api, task: ActiveRun) -> 
     assert api.job(task.run.job.id) == before
 
 
-def test_a_pushed_failure_costs_a_retry_as_a_polled_one(api: Api, task: ActiveRun) -> None:
+def test_a_pushed_failure_costs_a_retry_like_a_polled_failure(api: Api, task: ActiveRun) -> None:
     answer = _push(api, task.run.job.id, _token(task), {"status": "failed", "error": "out of memory"})
     job = api.job(task.run.job.id)
     assert (answer.json["status"], job.state, job.failures) == ("delayed", State.DELAYED, 1)
@@ -117,7 +117,7 @@ def test_a_result_that_is_too_large_is_refused(api: Api, settings: dict[str, str
 
 
 @pytest.mark.parametrize("levels", [201, 254, 300, 1000])
-def test_a_result_that_is_too_deep_ends_the_job(api: Api, task: ActiveRun, levels: int) -> None:
+def test_a_result_that_is_nested_too_deep_fails_the_job(api: Api, task: ActiveRun, levels: int) -> None:
     nested = "[" * levels + "]" * levels
     answer = api.client.post(
         f"/tasks/callback/{task.run.job.id}",
@@ -174,7 +174,9 @@ def test_a_forged_push_changes_nothing(api: Api, task: ActiveRun, forgery: str) 
     assert api.job(task.run.job.id) == before
 
 
-def test_for_a_made_up_token_no_events_are_read(api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_with_an_invalid_token_reads_no_events(
+    api: Api, task: ActiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     again = _taken_up(api, task, Reason.HANDED_BACK)
     monkeypatch.setattr(api.dispatcher.store, "list_events", lambda _: pytest.fail("they were read"))
     assert _push(api, again.job.id, "0" * 64).status_code == 403
@@ -247,7 +249,7 @@ def test_a_new_run_accepts_only_its_own_token(api: Api, task: ActiveRun, why: Re
     assert api.job(job_id).state is State.RUNNING
 
 
-def test_a_push_between_two_workers_is_wanted_again(api: Api, task: ActiveRun) -> None:
+def test_a_push_while_no_worker_owns_the_job_gets_503_and_can_be_repeated(api: Api, task: ActiveRun) -> None:
     store, run = api.dispatcher.store, task.run
     assert store_remote_id(store, run.job.id, run.attempt, "r-1", run.started_ms + 5)
     store_end(store, run.job.id, run.attempt, Reason.LEASE_EXPIRED, run.started_ms + 10)
@@ -276,8 +278,8 @@ def test_without_the_token_guard_a_forgery_would_get_through(
     assert api.job(task.run.job.id).state is State.COMPLETED
 
 
-def test_the_attempt_is_guarded_where_it_is_written_too(api: Api, task: ActiveRun) -> None:
-    """A push that was checked before the next attempt began, and comes to write after it (LEASE-3)."""
+def test_a_push_of_an_earlier_attempt_writes_nothing_after_the_next_start(api: Api, task: ActiveRun) -> None:
+    """The push was checked before the next attempt began, and is applied after it (LEASE-3)."""
     seen = api.job(task.run.job.id)
     outcome = server_push.read_push(seen, b'{"status":"success","result":{}}')
     assert outcome is not None
@@ -305,7 +307,7 @@ def test_without_the_token_in_the_attempt_an_old_one_would_get_through(
 
 
 @pytest.mark.parametrize("digits", [str(2**64), str(2**70), "7" * 4300])
-def test_a_whole_number_of_up_to_4300_digits_is_in_the_result_as_it_came(
+def test_an_integer_of_up_to_4300_digits_is_stored_exactly_in_the_result(
     api: Api, task: ActiveRun, digits: str
 ) -> None:
     result = f'{{"n":{digits}}}'
@@ -342,7 +344,7 @@ def test_a_large_push_is_not_made_into_objects(api: Api, task: ActiveRun, monkey
     assert max(made, default=0) <= large_json.LARGE_BYTES
 
 
-def test_a_push_of_a_run_that_was_given_up_frees_its_slot(api: Api, task: ActiveRun) -> None:
+def test_a_push_for_a_canceled_run_releases_its_quarantined_slot(api: Api, task: ActiveRun) -> None:
     job_id, waiting = task.run.job.id, api.submitted()
     end_run_with(api.dispatcher, task, Reason.CANCEL_REQUESTED, server_still_running="canceled")
     assert api.job(job_id).state is State.CANCELED

@@ -56,11 +56,11 @@ def test_the_database_holds_secrets_only_encrypted(api):
     assert _opened() == VALUE
 
 
-def test_two_seals_of_one_secret_differ():
+def test_encrypting_a_secret_twice_gives_different_ciphertexts():
     assert vault.seal("KEY", VALUE) != vault.seal("KEY", VALUE)
 
 
-def test_one_secret_cannot_be_put_in_anothers_place():
+def test_an_encrypted_secret_cannot_be_decrypted_under_another_name():
     sealed = vault.seal("KEY", VALUE)
     assert (vault.unseal("KEY", sealed), vault.unseal("OTHER", sealed)) == (VALUE, None)
 
@@ -94,14 +94,14 @@ def test_a_secret_sealed_with_the_former_installation_secret_opens_while_that_is
         ("K" * 65, {"value": "a-long-value", "models": None}, "name"),
     ],
 )
-def test_what_cannot_be_a_secret_is_refused_and_not_repeated(api, name, body, field):
+def test_an_invalid_secret_is_refused_and_its_value_is_not_repeated(api, name, body, field):
     refused = api.client.put(f"/admin/secrets/{name}", json=body)
     assert refused.status_code == 422 and refused.json["field"].startswith(field)
     assert str(body["value"]) not in refused.text
     assert api.client.get("/admin/secrets").json["secrets"] == []
 
 
-def test_only_the_models_that_a_secret_is_for_may_name_it(api):
+def test_only_the_models_listed_in_a_secret_can_use_it(api):
     _set(api, models=["zimg"])
     assert _configure(api).status_code == 200
     refused = _configure(api, "flux")
@@ -132,7 +132,7 @@ def test_a_secret_is_encrypted_again_after_a_change_of_the_installations_secret(
         assert _opened() == VALUE
 
 
-def test_a_secret_that_is_set_meanwhile_is_not_sealed_over(api):
+def test_a_new_encryption_does_not_overwrite_a_secret_that_was_changed_meanwhile(api):
     _set(api)
     stale = api.dispatcher.catalog.refresh().secrets["KEY"]
     _set(api, value="another-value")
@@ -151,7 +151,7 @@ def test_a_secret_that_is_named_stays(api):
     assert api.client.delete("/admin/secrets/KEY").status_code == 404
 
 
-def test_a_secret_that_a_registration_names_stays_too(api):
+def test_a_secret_that_a_registration_uses_cannot_be_deleted(api):
     _set(api)
     body = {"model": "zimg", "server": "gpu1", "endpoint": "http://127.0.0.1:9/x", "slots": 1}
     assert api.client.post("/admin/register", json=body | NAMES_IT).status_code == 201
@@ -177,7 +177,7 @@ def test_a_changed_secret_is_sent_without_a_new_start(api):
     assert [seen.json["key"] for seen in there.seen] == ["first-value", "second-value"]
 
 
-def test_a_secret_that_is_away_costs_a_retry_and_is_named(api):
+def test_a_missing_secret_costs_a_retry_and_is_named_in_the_error(api):
     _set(api, models=None)
     _configure(api)
     model = api.dispatcher.catalog.refresh().models["zimg"]

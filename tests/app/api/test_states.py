@@ -71,7 +71,7 @@ def test_a_breaker_is_listed_until_when_and_why(timed_api: TimedApi, settings: d
 
 
 @pytest.mark.parametrize("settings", _SOON)
-def test_to_resume_a_server_closes_its_breaker(timed_api: TimedApi, settings: dict[str, str]) -> None:
+def test_resuming_a_server_closes_its_breaker(timed_api: TimedApi, settings: dict[str, str]) -> None:
     job_id = _broken(timed_api)
     assert _offered(timed_api) == []
     _set(timed_api, "servers/gpu1", "online")
@@ -178,7 +178,7 @@ def test_a_stopped_model_leaves_others_of_its_server_alone(api: Api) -> None:
     assert shown == {"zimg": "frozen", "flux": "online"}
 
 
-def test_one_job_of_a_closed_model_refuses_the_batch(api: Api) -> None:
+def test_one_job_of_a_draining_model_refuses_the_whole_batch(api: Api) -> None:
     api.model("zimg")
     api.model("flux")
     _set(api, "models/flux", "draining")
@@ -279,7 +279,7 @@ def test_a_change_of_a_server_or_model_names_its_state(api: Api, path: str, body
 
 
 @pytest.mark.parametrize("path", ["servers/nobody", "models/nobody"])
-def test_what_there_is_not_cannot_be_paused(api: Api, path: str) -> None:
+def test_an_unknown_server_or_model_cannot_be_paused(api: Api, path: str) -> None:
     assert _set(api, path, "paused").status_code == 404
 
 

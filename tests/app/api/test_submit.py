@@ -86,7 +86,7 @@ def test_the_start_is_estimated_from_the_latest_runs(api: Api) -> None:
 
 
 @pytest.mark.parametrize("moment", ["2001-01-01T00:00:00Z", "0001-01-01T00:00:00+23:59", 0])
-def test_a_moment_that_has_passed_means_now(api: Api, moment: Any) -> None:
+def test_a_not_before_in_the_past_queues_the_job_at_once(api: Api, moment: Any) -> None:
     api.model()
     assert api.job(api.submitted(not_before=moment)).state is State.QUEUED
 
@@ -97,7 +97,7 @@ def test_a_priority_is_a_number_or_true_for_the_most_urgent(api: Api, asked: Any
     assert api.job(api.submitted(priority=asked)).priority == priority
 
 
-def test_not_before_is_a_moment_or_seconds_from_now(api: Api) -> None:
+def test_not_before_accepts_a_point_in_time_or_a_number_of_seconds(api: Api) -> None:
     api.model()
     moment = datetime.now(UTC) + timedelta(hours=1)
     by_moment = api.job(api.submitted(not_before=moment.astimezone().isoformat()))
@@ -290,7 +290,7 @@ def test_a_key_that_cannot_be_kept_is_refused(api: Api, key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "a b"])
-def test_what_is_not_json_is_refused(api: Api, kind: str) -> None:
+def test_a_submit_with_another_content_type_than_json_is_refused(api: Api, kind: str) -> None:
     api.model()
     answer = api.client.post("/queue/submit", data=_raw(), content_type=kind)
     assert (answer.status_code, answer.json["code"]) == (415, "unsupported_media_type")
@@ -356,7 +356,7 @@ BROKEN_OFF = [
 
 
 @pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "7" * 4300])
-def test_a_whole_number_of_up_to_4300_digits_is_in_the_payload_as_it_came(api: Api, digits: str) -> None:
+def test_an_integer_of_up_to_4300_digits_is_stored_exactly_in_the_payload(api: Api, digits: str) -> None:
     api.model()
     body = _raw().replace(b"a cat", b"a dog").replace(b'"payload":', b'"payload":{"n":' + digits.encode() + b',"p":', 1)
     answer = api.client.post("/queue/submit", data=body[:-1] + b"}}", content_type="application/json")
@@ -378,7 +378,7 @@ def test_a_number_beyond_all_bounds_is_refused_where_another_is_meant(api: Api, 
 
 
 @pytest.mark.parametrize("field", ["constraints", "ttl", "unknown"])
-def test_what_is_nested_beside_a_long_number_is_no_fault_of_the_server(api: Api, field: str) -> None:
+def test_deep_nesting_beside_a_long_integer_is_a_client_error(api: Api, field: str) -> None:
     api.model()
     deep = b"[" * 900 + b"]" * 900
     body = b'{"model":"zimg","payload":{},"%s":%s,"z":%d}' % (field.encode(), deep, 10**30)
@@ -387,8 +387,8 @@ def test_what_is_nested_beside_a_long_number_is_no_fault_of_the_server(api: Api,
 
 
 @pytest.mark.parametrize("path, kind, body", BROKEN_OFF)
-def test_a_body_that_broke_off_is_refused_whole(api: Api, path: str, kind: str, body: bytes) -> None:
-    """What has arrived would be valid by itself."""
+def test_an_incomplete_request_body_is_refused(api: Api, path: str, kind: str, body: bytes) -> None:
+    """The received part would be valid by itself."""
     api.model()
     arrived = body.replace(b"%s", _raw())
     length = {"CONTENT_LENGTH": str(len(arrived) + 1), "wsgi.input_terminated": True}
@@ -412,7 +412,7 @@ def test_lines_without_a_known_end_of_the_body_are_refused(api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", ["/queue/submit", "/queue/submit-batch", "/admin/model-configs/zimg"])
-def test_of_very_many_unknown_fields_a_few_are_named(api: Api, path: str) -> None:
+def test_only_a_few_of_many_unknown_fields_are_reported(api: Api, path: str) -> None:
     api.model()
     body: Any = {f"x{n}": n for n in range(10_000)}
     if path.endswith("batch"):
@@ -423,7 +423,7 @@ def test_of_very_many_unknown_fields_a_few_are_named(api: Api, path: str) -> Non
     assert len(answer.data) < 10_000
 
 
-def test_ten_megabytes_are_too_much(api: Api) -> None:
+def test_a_payload_of_ten_megabytes_is_refused(api: Api) -> None:
     api.model()
     answer = api.submit(payload={"a": "x" * (10 * MIB)})
     assert answer.status_code == 413
@@ -469,7 +469,7 @@ BAD_ITEMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_ITEMS)
-def test_one_bad_job_refuses_the_batch_and_is_named(api: Api, case: str) -> None:
+def test_one_invalid_job_refuses_the_batch_and_its_index_is_reported(api: Api, case: str) -> None:
     item, field = BAD_ITEMS[case]
     api.model()
     answer = _batch(api, _JOB, _JOB, item, _JOB)
@@ -487,14 +487,14 @@ def test_a_line_that_is_no_json_is_named(api: Api) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[]", b"[1]", b"[[]]", b"null", b"[" + b"{}," * 1000 + b"{}]"])
-def test_what_is_no_batch_is_refused(api: Api, body: bytes) -> None:
+def test_a_body_that_is_not_a_batch_of_jobs_is_refused(api: Api, body: bytes) -> None:
     answer = api.client.post("/queue/submit-batch", data=body, content_type="application/json")
     assert answer.status_code == 422
     assert api.stored() == NOTHING
 
 
-def test_of_a_batch_that_is_too_long_no_more_is_read_than_it_takes_to_know(api: Api) -> None:
-    """Millions of values at one go would keep the threads of others waiting."""
+def test_an_overlong_batch_is_refused_at_its_first_invalid_job_without_parsing_the_rest(api: Api) -> None:
+    """Parsing millions of values at once would delay the threads of other requests."""
     body = b"[" + b"0," * 7_000_000 + b"nothing"
     answer = api.client.post("/queue/submit-batch", data=body, content_type="application/json")
     assert (answer.status_code, answer.json["index"]) == (422, 0)

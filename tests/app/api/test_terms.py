@@ -51,7 +51,7 @@ def test_other_terms_make_another_request(api: Api) -> None:
     assert api.submit(key, on_failure={"max_retries": 2}).json["code"] == "idempotency_conflict"
 
 
-def test_celery_takes_terms_by_name(api: Api) -> None:
+def test_celery_accepts_terms_as_arguments_and_as_options(api: Api) -> None:
     api.register()
     given = {"on_failure": POLICY, "expected_output": 9}
     by_option = options.read_submission("j1", ("zimg",), {}, given, LOCAL_IDENTITY)

@@ -40,7 +40,7 @@ def test_rest_takes_a_trace_and_ignores_what_is_none(api: Api, given: str, kept:
     assert _kept(api, answer.json["job_id"]) == kept
 
 
-def test_all_jobs_of_a_batch_are_in_its_trace(api: Api) -> None:
+def test_all_jobs_of_a_batch_have_the_trace_of_its_request(api: Api) -> None:
     answer = api.client.post("/queue/submit-batch", json=[BODY, BODY], headers={"traceparent": GIVEN})
     assert [_kept(api, job["job_id"]) for job in answer.json["jobs"]] == [GIVEN, GIVEN]
 
@@ -72,7 +72,7 @@ def test_an_explicit_trace_overrides_the_headers_and_the_headers_override_the_en
     assert inference._trace_options({}, {"traceparent": GIVEN}, {}) == {}
 
 
-def test_headers_that_mean_nothing_are_left_to_be_refused() -> None:
+def test_known_headers_are_removed_and_unknown_headers_remain_to_be_refused() -> None:
     headers = {"traceparent": GIVEN, "tracestate": "x=1", "baggage": "y=1", "slotkeeper_token": "skt_", "mine": "1"}
     assert inference._other_headers(headers) == {"mine": "1"}
 
@@ -80,7 +80,7 @@ def test_headers_that_mean_nothing_are_left_to_be_refused() -> None:
 @pytest.mark.parametrize(
     ("headers", "found"), [({"traceparent": GIVEN}, GIVEN), ({"traceparent": 1}, None), (None, None)]
 )
-def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
+def test_a_job_submitted_by_a_task_joins_the_trace_of_the_task_and_not_of_the_worker(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any] | None, found: str | None
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", "of the worker")
@@ -89,7 +89,7 @@ def test_what_a_task_submits_is_in_its_trace_and_not_in_that_of_its_worker(
     assert inference._trace_options({}, {}, {}) == {"traceparent": found}
 
 
-def test_what_follows_a_job_is_below_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_context_of_a_job_has_the_span_of_the_job_as_parent(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Job = a_queued_job(api.dispatcher.store, traceparent=GIVEN)
     assert offer_messages.task_context(job).headers == {"traceparent": f"00-{TRACE}-{make_span_id(job.id, 'job')}-01"}
     assert offer_messages.task_context(a_queued_job(api.dispatcher.store)).headers == {}

@@ -1,4 +1,4 @@
-"""What a tenant has used: counted once, by UTC day and model, and limited."""
+"""The usage of a tenant: counted once, by UTC day and model, and limited."""
 
 from datetime import date
 
@@ -65,9 +65,7 @@ def test_another_process_counts_nothing_twice(harness: Harness, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("word, ends_ms", [("day", lambda now: now - now % DAY_MS + DAY_MS), ("month", month_end_ms)])
-def test_a_tenant_that_has_used_its_slot_time_submits_again_when_the_time_is_over(
-    harness: Harness, word, ends_ms
-) -> None:
+def test_a_tenant_over_its_slot_time_limit_can_submit_again_in_the_next_period(harness: Harness, word, ends_ms) -> None:
     harness.register(1)
     acme = harness.limited("acme", **{f"slot_s_per_{word}": 2})
     _run(harness, 1_900, tenant="acme")

@@ -1,4 +1,4 @@
-"""Webhooks of tenants over the REST API: access rights, what the API shows, and what the receivers get."""
+"""Webhooks of tenants over the REST API: access rights, API responses, and the messages that receivers get."""
 
 import base64
 import json
@@ -242,7 +242,7 @@ def test_an_invalid_cursor_is_refused(api: Api, cursor: str) -> None:
     assert api.client.get("/webhooks/given-up", query_string=query).status_code == 422
 
 
-def test_what_is_not_there_is_not_found(api: Api) -> None:
+def test_an_unknown_webhook_or_message_is_not_found(api: Api) -> None:
     assert api.client.get("/webhooks/we_none").status_code == 404
     assert do(api, add(api)["webhook"], "replay", {"message": "msg_9999_1"}).status_code == 404
 
@@ -321,7 +321,7 @@ def test_the_end_of_a_job_is_sent_to_its_tenants_webhooks_and_to_its_callback(
 
 
 @ALLOWED
-def test_a_template_gives_the_body_its_form(api, receiver, sending, settings) -> None:
+def test_a_template_defines_the_body_of_a_message(api, receiver, sending, settings) -> None:
     add(api, url=receiver.url, template={"text": "{{model}}: {{job_id}} is {{status}}", "n": 1})
     job = an_end(api)
     _until(sending, lambda: receiver.got)
@@ -368,9 +368,7 @@ def test_410_disables_a_webhook_and_enabling_it_sends_all_pending_messages(api, 
 
 
 @ALLOWED
-def test_what_was_given_up_is_listed_and_sent_again_when_it_is_asked_for(
-    api, receiver, sending, settings, monkeypatch
-) -> None:
+def test_given_up_messages_are_listed_and_sent_again_by_a_replay(api, receiver, sending, settings, monkeypatch) -> None:
     webhook = add(api, url=receiver.url)["webhook"]
     monkeypatch.setattr(sending._messages, "_keep_ms", 0)
     receiver.status = 500
@@ -404,7 +402,7 @@ def test_replay_sends_one_message_or_all_since_a_time_again(api, receiver, sendi
 @pytest.mark.parametrize(
     "settings", [{"WEBHOOK_ALLOW": "127.0.0.1/32", "REQUIRE_KEYS": "true", "CATALOG_REFRESH_S": "0"}]
 )
-def test_what_answers_inside_is_quoted_to_administrators_alone(api, receiver, sending, settings) -> None:
+def test_the_response_of_an_internal_receiver_is_shown_only_to_administrators(api, receiver, sending, settings) -> None:
     acme, root = api.tenant("acme"), api.tenant("root", admin=True)
     receiver.answer = "the keys of the kingdom"
     webhook = add(api, acme, url=receiver.url)["webhook"]
@@ -591,5 +589,5 @@ def test_given_up_callbacks_are_listed_in_pages(api: Api) -> None:
         ({"message": "msg_unknown"}, 404),
     ],
 )
-def test_a_replay_of_callbacks_names_one_thing_that_there_is(api: Api, body: Any, status: int) -> None:
+def test_a_replay_of_callbacks_requires_exactly_one_valid_selection(api: Api, body: Any, status: int) -> None:
     assert api.client.post("/webhooks/callbacks/replay", json=body).status_code == status

@@ -75,7 +75,7 @@ def test_a_cached_key_is_refused_after_its_expiry(
     assert cache.find("sk_acme") is None
 
 
-def test_while_the_database_is_away_the_last_keys_count(cache: KeyCache, keys: FakeKeys, clock: Clock) -> None:
+def test_the_cached_keys_stay_valid_while_the_database_is_down(cache: KeyCache, keys: FakeKeys, clock: Clock) -> None:
     keys.is_away = True
     with pytest.raises(DatabaseUnavailable):
         cache.find("sk_acme")

@@ -255,7 +255,7 @@ def test_waiting_for_a_job_outlives_a_restart_of_the_api(api: HTTPServer, monkey
     assert "Nothing answers.  The job continues; trying again." in done.stderr
 
 
-def test_the_end_of_a_job_is_not_known_where_the_api_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_job_raises_outcome_unknown_while_the_api_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(OutcomeUnknown, match="slotkeeper job j --wait"):
         client.wait_for_job("j", patience_s=0.0)
@@ -276,5 +276,5 @@ def test_a_failed_job_and_an_unknown_outcome_have_different_exit_statuses(
 
 
 @pytest.mark.parametrize(("ca", "verify"), [(None, True), ("", True), ("ca.pem", "ca.pem"), (False, False)])
-def test_only_false_leaves_the_certificate_unchecked(ca: Any, verify: Any) -> None:
+def test_only_the_value_false_disables_certificate_verification(ca: Any, verify: Any) -> None:
     assert Client("https://api.example", ca=ca)._session.verify == verify

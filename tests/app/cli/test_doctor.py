@@ -150,7 +150,9 @@ def test_a_state_folder_that_is_missing_open_or_not_needed_is_reported(
     assert elsewhere.level == "ok" and "No state folder is needed" in elsewhere.message
 
 
-def test_on_a_host_without_the_api_its_port_is_not_missed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_api_port_is_no_problem_if_the_api_runs_on_another_host(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLOTKEEPER_PORT", str(free_port()))
     assert [found.level for found in _findings_of("port")] == ["warn"]
     services.processes().report("web-1", {"role": "web", "host": "api-host", "pid": 1})
@@ -300,7 +302,7 @@ def test_no_check_imports_a_module_for_the_first_time_in_its_thread(
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
-def test_one_slow_write_on_a_busy_host_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_slow_write_on_a_busy_host_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     now, took = [0.0], iter([0.3, 0.01])
 
     def write() -> None:
@@ -355,7 +357,7 @@ def test_a_server_that_never_answers_delays_no_other_check(api: Api, monkeypatch
     assert "0.5 s" in found[1].message
 
 
-def test_a_server_that_an_operator_stopped_is_not_asked(api: Api) -> None:
+def test_a_paused_server_is_not_checked(api: Api) -> None:
     api.register()
     assert api.client.patch("/admin/servers/gpu1", json={"state": "paused"}).status_code == 200
     (found,) = _findings_of("servers")

@@ -49,7 +49,7 @@ def test_going_forwards_drops_nothing_and_does_not_ask(api: Api, a_process_runs:
 
 
 @pytest.mark.usefixtures("a_process_runs")
-def test_while_a_process_runs_it_refuses_to_go_back(api: Api) -> None:
+def test_a_downgrade_is_refused_while_a_process_runs(api: Api) -> None:
     refused = _migrate("--to", "0001", "--yes")
     assert refused.exit_code == 1 and "These processes run, and would fail: w1 (worker)." in refused.output
     assert _has_labels(api)

@@ -113,7 +113,7 @@ def test_attributes_are_parsed_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["1.0", "12.10", "007", "1e3", "1_000", "inf", "nan", "9" * 20, "-0", "A100"])
-def test_what_would_not_be_shown_as_it_was_written_stays_a_text(text: str) -> None:
+def test_a_number_that_would_be_displayed_differently_stays_a_text(text: str) -> None:
     assert parse_number(text) == text
 
 
@@ -221,7 +221,7 @@ def test_an_explanation_is_its_sentence_and_its_parts(api: HTTPServer) -> None:
 @pytest.mark.parametrize(
     "word, state", [("pause", "paused"), ("drain", "draining"), ("freeze", "frozen"), ("resume", "online")]
 )
-def test_each_kind_can_be_stopped_and_resumed(api: HTTPServer, kind: str, word: str, state: str) -> None:
+def test_each_kind_of_resource_can_be_stopped_and_resumed(api: HTTPServer, kind: str, word: str, state: str) -> None:
     seen = answers(api, "PATCH", f"/admin/{kind}/a/b", {})
     done = run(kind, word, "a/b", "--reason", "new driver")
     assert (done.exit_code, done.stdout) == (0, f"a/b is {state} (new driver).\n")
@@ -300,12 +300,12 @@ def test_the_list_of_servers_shows_since_when_a_server_is_away(api: HTTPServer) 
     assert "away since 2026-01-01T00:00:01.000Z" in run("servers", "list").stdout
 
 
-def test_a_reset_is_asked_of_the_api(api: HTTPServer) -> None:
+def test_servers_reset_sends_the_request_to_the_api(api: HTTPServer) -> None:
     answers(api, "POST", "/admin/servers/gpu/1/reset", SERVER | {"status": STANDING})
     assert run("servers", "reset", "gpu/1").stdout == "gpu/1 is paused; ok.\n"
 
 
-def test_a_server_is_shown_while_redis_is_away(api: HTTPServer) -> None:
+def test_a_server_is_shown_while_redis_is_down(api: HTTPServer) -> None:
     answers(api, "GET", "/admin/servers", {"servers": [SERVER | {"status": None}], "fleets": None})
     answers(api, "GET", "/admin/servers/gpu/1", SERVER | {"status": None})
     assert "Redis does not answer" in run("servers", "show", "gpu/1").stdout

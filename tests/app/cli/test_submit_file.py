@@ -138,7 +138,7 @@ def test_the_submit_of_a_file_retries_while_the_api_restarts_and_reports_each_re
     assert done.stderr.count("Nothing answers at the API.  Trying again; a line is accepted only once.") == 2
 
 
-def test_a_file_whose_api_stays_away_is_not_known_to_be_submitted(
+def test_a_file_submit_reports_an_unknown_outcome_while_the_api_is_unreachable(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stay_away(client: Client, *request: Any) -> Any:

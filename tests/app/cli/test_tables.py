@@ -42,18 +42,18 @@ def _printed(code: str, columns: int) -> list[str]:
     ("columns", "left_out"),
     [(120, ""), (80, "error"), (60, "slot, age, error"), (20, "model, status, priority, attempts, slot, age, error")],
 )
-def test_columns_are_left_out_from_the_right_and_none_is_cut(columns: int, left_out: str) -> None:
+def test_columns_that_do_not_fit_are_omitted_from_the_right_and_none_is_truncated(columns: int, left_out: str) -> None:
     lines = _printed(PRINT_JOBS, columns)
     notes = [line for line in lines if "too narrow" in line]
     assert all(len(line) <= columns for line in lines if line not in notes)
-    assert any(JOB_ID[-8:] in line for line in lines), "the id is short, and can be given to a command"
+    assert any(JOB_ID[-8:] in line for line in lines), "the short id is shown, and commands accept it"
     assert "…" not in "".join(lines)
     assert notes == (
         [f"This terminal is too narrow for: {left_out}.  A wider one, a pipe and --json have them."] if left_out else []
     )
 
 
-def test_a_pipe_gets_every_column_and_whole_ids() -> None:
+def test_output_to_a_pipe_contains_all_columns_and_complete_ids() -> None:
     done = subprocess.run([sys.executable, "-c", PRINT_JOBS], cwd=REPO, capture_output=True, text=True, check=True)
     assert JOB_ID in done.stdout and "max_retries_exceeded" in done.stdout
     assert "…" not in done.stdout and done.stderr == ""

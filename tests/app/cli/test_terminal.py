@@ -1,4 +1,4 @@
-"""Nothing that came from outside reaches the terminal as it came: no command obeys what it prints."""
+"""Commands escape the control characters in all data from outside before they print it."""
 
 import json
 from collections.abc import Callable
@@ -145,14 +145,14 @@ def _assert_harmless(printed: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_command_prints_is_text_and_nothing_else(api: HTTPServer, command: str) -> None:
+def test_the_output_of_a_command_contains_no_control_characters(api: HTTPServer, command: str) -> None:
     words, paths = COMMANDS[command]
     for path, body in paths.items():
         api.expect_request(path).respond_with_handler(_answering(body))
     done = _run(words)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     _assert_harmless(done.output)
-    assert "\\x1b" in done.output.replace("\n", ""), "it is shown, not dropped"
+    assert "\\x1b" in done.output.replace("\n", ""), "the character is escaped, not removed"
     if "--json" not in words:
         assert "💀" not in done.output
 
@@ -169,7 +169,7 @@ def test_json_is_the_same_value_and_holds_no_controls(api: HTTPServer, command: 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_refusal_is_text_too(api: HTTPServer, command: str) -> None:
+def test_an_error_of_the_api_is_printed_without_control_characters(api: HTTPServer, command: str) -> None:
     words, paths = COMMANDS[command]
     for path in paths:
         api.expect_request(path).respond_with_handler(_answering(REFUSAL, 422))
@@ -179,7 +179,7 @@ def test_a_refusal_is_text_too(api: HTTPServer, command: str) -> None:
     assert "Error: \\x1b[31mred" in done.output
 
 
-def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
+def test_an_error_of_a_line_of_a_file_is_printed_without_control_characters(api: HTTPServer) -> None:
     batch = {"batch": "b", "status": "active", "next_line": 0, "refused": 1, "jobs": 0, "ended": 0, "by_state": {}}
     error = {"line": 0, "custom_id": None, "code": "x", "field": "line", "message": TEXT}
     for path, body in {
@@ -194,7 +194,7 @@ def test_a_refused_line_of_a_file_is_text_too(api: HTTPServer) -> None:
     assert "Line 1:" in done.output
 
 
-def test_the_live_picture_is_text_too(api: HTTPServer) -> None:
+def test_the_live_view_contains_no_control_characters(api: HTTPServer) -> None:
     from app.cli.operation_commands import _render_view
     from slotkeeper.client import Client
 
@@ -240,7 +240,7 @@ def test_a_text_is_shown_with_visible_escapes(kind: str) -> None:
 @pytest.mark.parametrize(
     "text", ["Größe 10 €", "日本語 ひらがな", "🎨 עברית عربي", "a\u00a0b", "two\nlines\tand a tab", ""]
 )
-def test_what_can_be_read_is_left_as_it_is(text: str) -> None:
+def test_printable_text_is_not_changed(text: str) -> None:
     assert escape_controls(text) == text
     assert json.loads(safe_json(text)) == text
 

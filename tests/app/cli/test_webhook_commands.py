@@ -68,7 +68,7 @@ def test_a_rotation_shows_the_new_secret_of_a_webhook_or_of_a_tenants_callbacks(
     run("rotate", webhook, "--tenant", "acme", status=2)
 
 
-def test_a_replay_names_one_thing(run: Any) -> None:
+def test_a_replay_requires_exactly_one_selection(run: Any) -> None:
     webhook = _added(run, URL)
     run("replay", webhook, "--since", "2026-01-01T00:00:00Z")
     assert "0 messages" in run("replay", webhook, "--given-up").stdout
@@ -85,7 +85,7 @@ def test_a_pace_is_set_and_taken_away(run: Any) -> None:
     run("change", webhook, "--max-per-s", "2", "--no-pace", status=2)
 
 
-def test_callbacks_that_were_given_up_are_listed_and_sent_again(api: Api, run: Any) -> None:
+def test_given_up_callbacks_are_listed_and_sent_again(api: Api, run: Any) -> None:
     job = an_ended_job(api.dispatcher.store, now_ms=now_ms(), callback_url=URL)
     (message_id,) = due_ids(api.database, now_ms())
     message = claim(api.database, message_id, now_ms(), now_ms() + 1000)

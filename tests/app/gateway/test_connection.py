@@ -63,7 +63,7 @@ def _run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-def test_a_response_is_passed_on_whole() -> None:
+def test_a_request_and_its_response_are_forwarded_completely() -> None:
     async def test() -> None:
         agent = Agent()
         exchange = await agent.begin(b"{", b"}")
@@ -111,7 +111,7 @@ def test_a_response_that_is_cut_in_its_body_breaks() -> None:
     _run(test)
 
 
-def test_a_request_that_its_worker_gives_up_ends_everywhere() -> None:
+def test_a_request_that_its_worker_abandons_also_ends_at_the_agent() -> None:
     async def test() -> None:
         agent = Agent()
         exchange = await agent.begin(b"{}")

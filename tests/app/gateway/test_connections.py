@@ -86,7 +86,7 @@ def test_nodes_that_connect_together_share_a_transaction_and_each_is_stored(gate
     assert gateway.harness.catalog.get_version() == version + 1
 
 
-def test_each_of_several_nodes_learns_that_nothing_was_stored(
+def test_each_of_several_nodes_gets_an_error_if_no_declaration_was_stored(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> list[str]:

@@ -58,7 +58,7 @@ def _ask(who: Visitor, method: str, path: str) -> Any:
 
 
 @KEYED
-def test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere(api: Api, settings: dict[str, str]) -> None:
+def test_every_screen_redirects_a_visitor_without_a_session_to_the_log_in(api: Api, settings: dict[str, str]) -> None:
     stranger = visitor(api)
     for method, path in _screens(api):
         answer = _ask(stranger, method, path)
@@ -71,9 +71,7 @@ def test_who_has_not_logged_in_is_led_to_the_log_in_from_everywhere(api: Api, se
     ("link", "place"),
     [("/page/jobs?state=dead&model=zimg", "/page/jobs?state=dead&model=zimg"), ("//evil.example/", "/"), ("x", "/")],
 )
-def test_a_log_in_leads_on_to_the_screen_that_was_asked_for(
-    api: Api, settings: dict[str, str], link: str, place: str
-) -> None:
+def test_a_log_in_redirects_to_the_requested_screen(api: Api, settings: dict[str, str], link: str, place: str) -> None:
     somebody, key = visitor(api), key_of(api, "root", admin=True)
     form = somebody.get(f"/page/log-in?next={quote(link)}").text
     assert f'name="next" value="{escape(place)}"' in form
@@ -109,7 +107,7 @@ def test_a_visit_ends_with_its_key(api: Api, settings: dict[str, str], operator:
 
 
 @KEYED
-def test_a_visit_ends_when_its_time_is_over(
+def test_a_session_expires_after_twelve_hours(
     api: Api, settings: dict[str, str], operator: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = now_ms() + 12 * 3_600_000
@@ -178,7 +176,7 @@ def test_a_log_out_gets_503_while_the_database_is_down_and_can_be_repeated(
 
 
 @KEYED
-def test_turns_are_given_to_no_visit_that_a_log_out_has_ended(
+def test_session_keys_finds_no_session_that_a_log_out_has_revoked(
     api: Api, settings: dict[str, str], operator: Visitor
 ) -> None:
     cookie = operator.client.get_cookie("slotkeeper_8000")
@@ -212,7 +210,7 @@ def test_without_keys_this_machine_is_let_in_and_no_other(api: Api) -> None:
 
 
 @KEYED
-def test_what_a_key_may_not_do_is_not_shown_and_is_refused(api: Api, settings: dict[str, str]) -> None:
+def test_screens_outside_the_scopes_of_a_key_are_neither_linked_nor_served(api: Api, settings: dict[str, str]) -> None:
     acme = visitor(api)
     acme.log_in(key_of(api, "acme"))
     shown = acme.get("/page/jobs").text
@@ -337,7 +335,7 @@ def test_a_form_without_the_visits_token_does_nothing(api: Api) -> None:
     assert api.job(job).state == "canceled"
 
 
-def test_every_form_asks_for_the_token(api: Api) -> None:
+def test_every_form_requires_the_csrf_token(api: Api) -> None:
     somebody = visitor(api)
     somebody.get("/")
     posts = [
@@ -373,7 +371,7 @@ def test_light_and_dark_are_chosen_without_script(api: Api) -> None:
 # -- what is shown -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_others_wrote_becomes_markup(api: Api) -> None:
+def test_text_from_users_is_escaped_in_the_markup(api: Api) -> None:
     api.model()
     job = api.submitted(payload={EVIL: EVIL}, constraints={"gpu": "A100"})
     shown = visitor(api).get(f"/page/jobs/{job}").text
@@ -486,7 +484,7 @@ def test_errors_are_shown_as_html_pages(api: Api) -> None:
     assert visitor(api).get("/page/static/..%2Frender.py").status_code == 404
 
 
-def test_the_page_is_there_while_redis_is_away(mortal_api: Api) -> None:
+def test_the_page_works_while_redis_is_down(mortal_api: Api) -> None:
     mortal_api.model()
     job = mortal_api.submitted()
     mortal_api.valkey.stop()
@@ -583,7 +581,7 @@ def test_a_key_is_made_shown_once_replaced_and_revoked_on_the_page(api: Api, set
 
 
 @KEYED
-def test_the_page_of_keys_refuses_in_place_what_the_api_refuses(api: Api, settings: dict[str, str]) -> None:
+def test_the_keys_screen_shows_the_refusals_of_the_api_on_the_same_screen(api: Api, settings: dict[str, str]) -> None:
     somebody = visitor(api)
     somebody.log_in(add_key(api.database, "acme", Scope.KEYS, Scope.READ))
     for fields in ({"scope": "operate"}, {"scope": "read", "days": "soon"}, {}):

@@ -297,7 +297,7 @@ def test_a_tenant_receives_the_events_of_its_own_jobs_and_an_administrator_of_al
 @pytest.mark.parametrize(
     "target", ["/stream?after=x", "/stream?after=-1", "/stream?type=job.lost", "/stream?model=%20", "/stream?batch=x"]
 )
-def test_what_cannot_be_followed_is_refused(served: Served, target: str) -> None:
+def test_an_invalid_stream_request_is_refused(served: Served, target: str) -> None:
     assert Reader(served.ask(target)).status == 422
 
 
@@ -465,7 +465,7 @@ def test_the_number_of_streams_is_limited_per_tenant_and_in_total_and_a_closed_o
 
 
 @pytest.mark.parametrize("settings", [{"SEND_TIMEOUT_S": "300"}])
-def test_who_does_not_read_is_closed_and_others_are_not_kept(
+def test_a_slow_reader_is_disconnected_and_other_readers_get_all_events(
     served: Served, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_MAX_UNSENT_BYTES", 2000)
@@ -608,7 +608,7 @@ def test_waiting_for_an_ended_job_ends_at_once(served: Served) -> None:
     waiting.result(10)
 
 
-def test_waiting_ends_when_its_time_is_over(served: Served) -> None:
+def test_a_waiting_request_returns_the_current_status_after_its_wait_time(served: Served) -> None:
     served.api.model()
     assert _response_body(served.ask(f"/queue/jobs/{served.api.submitted()}?wait=0.1"))["status"] == "queued"
     assert _waiting(served) == 0
@@ -650,7 +650,7 @@ def test_a_stream_ends_when_its_key_is_removed_and_no_other_does(
 
 
 @pytest.mark.parametrize("settings", [KEYS | {"CATALOG_REFRESH_S": "0"}])
-def test_who_may_stay_is_known_by_the_keys_that_were_read_last(api: Api, settings: dict[str, str]) -> None:
+def test_the_key_cache_checks_an_open_connection_against_the_keys_read_last(api: Api, settings: dict[str, str]) -> None:
     key = api.tenant("acme", admin=True)["Authorization"]
     key_cache, operator = (
         KeyCache(ApiKeys(api.database), cast(Any, KeySessions()), 0.0),

@@ -60,7 +60,7 @@ async def test_no_owner_holds_more_than_its_share(work):
 
 
 @in_loop
-async def test_a_call_whose_thread_cannot_start_takes_no_place(work):
+async def test_a_call_whose_thread_cannot_start_occupies_no_place(work):
     pool = FairPool("web", 1, 1)
     with no_thread_left(), pytest.raises(RuntimeError):
         await pool.run("alice", lambda: None)
@@ -92,7 +92,7 @@ async def test_waiting_owners_take_turns(work):
 
 
 @in_loop
-async def test_of_one_owner_only_so_many_wait(work):
+async def test_the_waiting_calls_of_one_owner_are_limited(work):
     pool = FairPool("web", 1, 1, 2)
     calls = [run(pool, work, "mallory") for _ in range(3)]
     await work.next()

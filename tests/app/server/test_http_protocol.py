@@ -180,9 +180,7 @@ AMBIGUOUS_REQUESTS = {
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS_REQUESTS)
-def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(
-    address: tuple[str, int], case: str
-) -> None:
+def test_an_ambiguous_request_is_refused_and_no_later_request_is_parsed(address: tuple[str, int], case: str) -> None:
     answers = _exchange(address, AMBIGUOUS_REQUESTS[case])
     assert _statuses(answers) == [400], answers
     assert b"connection: close" in answers and b"/hidden" not in answers
@@ -248,7 +246,7 @@ def test_only_a_few_pipelined_requests_are_parsed_ahead(address: tuple[str, int]
     assert _statuses(answers) == [200] * 502
 
 
-def test_who_waits_for_a_thread_and_has_gone_is_not_worked_for(unused_web: Web) -> None:
+def test_a_request_whose_client_disconnects_while_it_waits_for_a_thread_is_not_handled(unused_web: Web) -> None:
     GATE.clear()
     pool = unused_web.application.general
     earlier = [socket.create_connection(unused_web.address, 10) for _ in range(32)]
@@ -339,7 +337,9 @@ def test_data_after_an_upgrade_request_is_not_read(address: tuple[str, int]) -> 
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 4", b"content-length:4"])
-def test_a_head_waits_a_moment_for_its_body(web: Web, monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+def test_the_protocol_waits_briefly_for_the_body_before_it_handles_a_request(
+    web: Web, monkeypatch: pytest.MonkeyPatch, length: bytes
+) -> None:
     monkeypatch.setattr(http_protocol, "_BODY_FOLLOWS_S", 60.0)
     SEEN.clear()
     with socket.create_connection(web.address, 10) as connection:
@@ -366,7 +366,7 @@ def test_a_body_that_arrives_after_its_head_is_read(web: Web) -> None:
         POST + b"Content-Length: 5\r\n\r\na\r\n\r\n",
     ],
 )
-def test_a_whole_request_waits_for_nothing(web: Web, monkeypatch: pytest.MonkeyPatch, whole: bytes) -> None:
+def test_a_complete_request_is_handled_without_a_wait(web: Web, monkeypatch: pytest.MonkeyPatch, whole: bytes) -> None:
     monkeypatch.setattr(http_protocol, "_BODY_FOLLOWS_S", 60.0)
     with socket.create_connection(web.address, 10) as connection:
         connection.sendall(whole)
@@ -411,7 +411,7 @@ def test_a_path_is_decoded_and_not_normalized(address: tuple[str, int], target: 
     assert _last_body(_exchange(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))["PATH_INFO"] == path
 
 
-def test_no_header_of_an_answer_begins_another(address: tuple[str, int]) -> None:
+def test_a_line_break_in_a_response_header_starts_no_new_header(address: tuple[str, int]) -> None:
     answers = _exchange(address, b"GET /inject HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"\r\nx-b: a  Set-Cookie: b=  c\r\n" in answers
 
@@ -421,7 +421,7 @@ def test_a_header_beyond_latin_1_is_replaced(address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("require_keys, threads, places", [(True, 8, 16), (False, 32, 32)])
-def test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting(
+def test_with_keys_required_one_owner_gets_only_a_share_of_threads_and_waiting_places(
     require_keys: bool, threads: int, places: int
 ) -> None:
     application = _application(_Keys() if require_keys else None, web_threads=32, max_waiting_requests=32)

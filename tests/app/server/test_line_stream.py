@@ -63,12 +63,12 @@ def test_lines_are_cut_wherever_the_parts_end() -> None:
     assert cut([body.rstrip()]) == whole
 
 
-def test_a_chunk_is_bounded_in_bytes_too() -> None:
+def test_a_chunk_is_limited_in_bytes() -> None:
     line = b"x" * (CHUNK_BYTES // 2) + b"\n"
     assert [len(chunk) for chunk in cut([line] * 5, CHUNK_BYTES)] == [2, 2, 1]
 
 
-def test_of_a_line_that_is_too_long_only_its_beginning_is_kept() -> None:
+def test_only_the_beginning_of_an_overlong_line_is_kept() -> None:
     cutter = LineCutter(10)
     assert list(cutter.feed(b"x" * 1000)) == [] and cutter.held_bytes == 11
     assert list(cutter.feed(b"x" * 1000 + b"\nshort\n")) == []

@@ -37,7 +37,7 @@ def test_percentiles_lie_between_values():
     assert percentile([], 0.5) == 0
 
 
-def test_a_job_is_overtaken_by_those_accepted_later_that_started_before_it():
+def test_a_job_is_overtaken_by_jobs_that_are_accepted_later_and_start_earlier():
     jobs = [a_job(1, 0, 50, turn=3), a_job(2, 7, 10, turn=1), a_job(3, 30, 40, turn=2), a_job(4, 60, 60, turn=4)]
     assert overtaken(jobs) == {1: 30}
 
@@ -131,7 +131,7 @@ def test_a_duration_is_shown_in_a_suitable_unit(seconds, text):
     assert duration(seconds) == text
 
 
-def test_two_durations_share_their_unit():
+def test_a_pair_of_similar_durations_names_the_unit_once():
     assert (duration_pair(0.5, 12), duration_pair(30, 600)) == ("0.5 / 12 s", "30 s / 10 min")
 
 

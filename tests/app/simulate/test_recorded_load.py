@@ -71,7 +71,7 @@ def test_a_simulated_recorded_day_has_the_recorded_waits(database, store, play):
     assert summarize(outcome).use == pytest.approx(107 / 3600)
 
 
-def test_only_what_arrived_in_the_window_counts(database, store):
+def test_only_jobs_that_arrived_in_the_window_are_read(database, store):
     for created in (0, 10, 20):
         store_finished_job(store, created, created + 100, 1)
     assert [arrival.at_ms - T0 for arrival in read(database, since=T0 + 1, until=T0 + 20_000).arrivals] == [10_000]

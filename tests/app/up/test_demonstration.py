@@ -20,7 +20,7 @@ def _servers_of(api: Api, model: str) -> list[str]:
     return servers
 
 
-def test_each_demo_server_is_registered_also_when_it_has_another_port(api: Api) -> None:
+def test_a_demo_server_with_a_new_port_is_registered_again(api: Api) -> None:
     assert _register(api) == _register(api) == {"zimg", "flux", "trellis"}
     assert _servers_of(api, "flux") == ["flux-demo"]
     assert api.client.get("/admin/model-configs/flux").json["config"]["model_type"] == "async"

@@ -48,7 +48,7 @@ def test_a_free_port_is_no_obstacle() -> None:
     assert not is_open("127.0.0.1", port)
 
 
-def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_returns_no_port_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     few = sorted(free_port() for _ in range(3))
     monkeypatch.setattr("app.up.ports._given", set())
     monkeypatch.setattr("app.up.ports.random.SystemRandom", lambda: _Turns(few))
@@ -67,7 +67,7 @@ class _Turns:
         return next(self._numbers)
 
 
-def test_a_port_that_was_in_use_a_moment_ago_can_be_had_again(taken: int) -> None:
+def test_a_port_in_time_wait_passes_the_check(taken: int) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) as server:
         client = socket.create_connection(("127.0.0.1", port))
@@ -160,7 +160,7 @@ def test_a_password_in_the_database_url_is_kept(settings: pytest.MonkeyPatch) ->
     assert read_plan(demo=False).environment()["SLOTKEEPER_DATABASE_URL"] == url
 
 
-def test_the_demonstration_has_the_three_models_one_at_once_and_two_polled(settings: pytest.MonkeyPatch) -> None:
+def test_the_demonstration_has_one_sync_model_and_two_async_models(settings: pytest.MonkeyPatch) -> None:
     servers = read_plan(demo=True).demo
     assert {server.model: "--async" in server.options for server in servers} == {
         "zimg": False,
@@ -229,7 +229,7 @@ def test_a_database_with_the_current_schema_is_not_migrated(settings: pytest.Mon
     assert read_plan(demo=False).migration() is None
 
 
-def test_one_machine_runs_each_role_once_two_of_them_as_threads_of_others() -> None:
+def test_on_one_machine_each_role_runs_once_and_beat_and_relay_run_as_threads() -> None:
     roles = {role.name: role.command for role in read_plan(demo=False).roles()}
     assert set(read_procfile()) - set(roles) == {"beat", "relay"}
     assert "--embedded-beat" in roles["maintenance"]

@@ -30,7 +30,7 @@ def pids(bench: Bench, name: str) -> list[int]:
     return [int(line) for line in bench.lines(f"{name}.pids")]
 
 
-def test_children_are_stopped_turn_by_turn(bench: Bench) -> None:
+def test_children_are_stopped_in_their_stop_order(bench: Bench) -> None:
     for name, turn in (("valkey", 3), ("worker", 1), ("web", 0), ("flower", 2)):
         bench.start(name, STAYS.format(name), stop_order=turn)
     bench.until(lambda: all(pids(bench, name) for name in ("valkey", "worker", "web", "flower")))
@@ -39,7 +39,7 @@ def test_children_are_stopped_turn_by_turn(bench: Bench) -> None:
     assert bench.supervisor.running == []
 
 
-def test_a_child_that_does_not_end_in_time_is_killed_with_all_that_it_started(bench: Bench) -> None:
+def test_a_child_that_does_not_end_in_time_is_killed_with_its_descendants(bench: Bench) -> None:
     bench.start(
         "deaf",
         'sh -c "trap \\"\\" TERM; echo \\$\\$ >> deaf.pids; sleep 60" & ' + DEAF.format("deaf"),
@@ -69,12 +69,12 @@ def test_the_supervisor_waits_for_a_role_that_exits_and_never_restarts_it(bench:
     assert bench.lines("done") == ["once"] and bench.messages == []
 
 
-def test_what_does_not_complete_well_is_an_error_with_its_last_words(bench: Bench) -> None:
+def test_a_command_that_fails_raises_an_error_with_its_last_output(bench: Bench) -> None:
     with pytest.raises(UpError, match=r"migrate ended \(exit status 1\).*Error: no such file"):
         bench.supervisor.run_to_end(Role("migrate", 'sh -c "echo Error: no such file; exit 1"', exits=True))
 
 
-def test_what_a_dead_child_has_left_running_is_ended_before_it_starts_again(bench: Bench) -> None:
+def test_the_descendants_of_a_dead_child_are_ended_before_it_restarts(bench: Bench) -> None:
     bench.start("web", "sleep 60 & echo $! >> left.pids; " + STAYS.format("web"))
     bench.until(lambda: pids(bench, "web"))
     bench.supervisor.restarts = True
@@ -83,7 +83,7 @@ def test_what_a_dead_child_has_left_running_is_ended_before_it_starts_again(benc
     until(lambda: not lives(pids(bench, "left")[0]))
 
 
-def test_a_child_that_dies_during_the_start_is_an_error_with_its_last_words(bench: Bench) -> None:
+def test_a_child_that_dies_during_the_start_raises_an_error_with_its_last_output(bench: Bench) -> None:
     bench.start("web", "echo no such module >&2; exit 3")
     with pytest.raises(UpError, match=r"web ended \(exit status 3\) while it started: no such module"):
         bench.supervisor.wait(lambda: False, 20, "nothing")
@@ -111,10 +111,8 @@ def begins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
     return f"echo {{0}} >> begun; until [ -e {{0}}.go ]; do sleep 0.02; done; touch {sign}; {STAYS}".format
 
 
-def test_no_more_processes_begin_at_a_time_than_there_are_processors(
-    bench: Bench, begins: Callable[[str], str]
-) -> None:
-    """Those that come first are at work before the next are started."""
+def test_no_more_processes_start_at_once_than_the_limit_allows(bench: Bench, begins: Callable[[str], str]) -> None:
+    """The first processes are ready before the next ones start."""
     names = ["worker", "maintenance", "web", "flower"]
     roles = [Role(name, f"sh -c '{begins(name)}'") for name in names]
     waits: list[list[str]] = []
@@ -149,7 +147,7 @@ def test_the_file_of_a_killed_process_with_the_same_pid_does_not_count_as_a_star
         start_staggered([Role("worker", f"sh -c '{begins('worker')}'")], bench.supervisor, at_once=1)
 
 
-def test_who_has_a_port_has_begun_when_it_listens_there(bench: Bench) -> None:
+def test_a_process_with_a_port_counts_as_started_when_it_listens(bench: Bench) -> None:
     port = free_port()
     listens = "import socket, time; it = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
     role = Role("flower", f'"{sys.executable}" -c "{listens.format(port=port)}"', port)
@@ -196,7 +194,7 @@ def test_a_stop_signal_is_handled_while_threads_keep_the_interpreter_busy(bench:
         done.set()
 
 
-def test_work_beside_it_brings_its_result_or_its_error(bench: Bench) -> None:
+def test_run_beside_returns_the_result_or_raises_the_error_of_its_function(bench: Bench) -> None:
     assert bench.supervisor.run_beside(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
         bench.supervisor.run_beside(lambda: 1 // 0)
@@ -210,7 +208,7 @@ def test_work_beside_it_does_not_delay_a_stop(bench: Bench) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_second_signal_asks_for_haste_but_what_keeps_state_gets_its_time(
+def test_a_second_signal_shortens_the_stop_except_for_processes_that_keep_state(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.up.supervisor._HASTE_AFTER_S", 0.1)

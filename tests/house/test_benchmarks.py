@@ -35,5 +35,5 @@ def test_a_statement_of_a_benchmark_names_tables_and_columns_of_the_schema(state
     assert set(_TABLE.findall(statement)) - _NAMES_OF_SQL <= metadata.tables.keys()
 
 
-def test_there_are_such_statements() -> None:
+def test_the_benchmarks_contain_sql_statements() -> None:
     assert sum(len(_INSERT.findall(text)) for _, text in _statements()) >= 4

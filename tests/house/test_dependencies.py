@@ -1,4 +1,4 @@
-"""What is installed is written down: with hashes in the locks, and with reasons in docs/reference/dependencies.md."""
+"""All installed packages are documented: hashes in the locks, and reasons in docs/reference/dependencies.md."""
 
 import configparser
 import re
@@ -45,12 +45,12 @@ def _explained() -> set[str]:
 
 
 @pytest.mark.parametrize("lock", [RUN, DEV])
-def test_all_that_is_installed_has_hashes(lock: str) -> None:
+def test_each_locked_package_has_hashes(lock: str) -> None:
     assert [name for name, (_, hashes) in _locked(lock).items() if not hashes] == []
 
 
 @pytest.mark.parametrize("lock, group", [(RUN, RUN), (DEV, RUN), (DEV, DEV)])
-def test_the_locks_hold_all_that_is_asked_for_in_a_release_that_fits(lock: str, group: str) -> None:
+def test_the_locks_contain_each_requirement_in_a_matching_release(lock: str, group: str) -> None:
     locked = _locked(lock)
     for wanted in _wanted(group):
         name = canonicalize_name(wanted.name)
@@ -58,7 +58,7 @@ def test_the_locks_hold_all_that_is_asked_for_in_a_release_that_fits(lock: str, 
         assert wanted.specifier.contains(locked[name][0]), f"{name} {locked[name][0]} in {lock} does not fit: make lock"
 
 
-def test_what_builds_the_project_has_hashes_too() -> None:
+def test_the_locks_contain_each_build_requirement_in_a_matching_release() -> None:
     builds = tomllib.loads((REPO / "pyproject.toml").read_text())["build-system"]["requires"]
     for wanted in map(Requirement, builds):
         for lock in (RUN, DEV):
@@ -70,13 +70,13 @@ def test_tests_run_on_what_is_used() -> None:
     assert {name: dev.get(name) for name in _locked(RUN)} == _locked(RUN)
 
 
-def test_each_direct_dependency_is_explained_and_no_other() -> None:
+def test_the_documentation_explains_exactly_the_direct_dependencies() -> None:
     wanted = {canonicalize_name(requirement.name) for group in (RUN, DEV) for requirement in _wanted(group)}
     assert _explained() - wanted == {"hiredis"}
     assert wanted - _explained() == set()
 
 
-def test_nothing_is_installed_without_its_hash() -> None:
+def test_the_makefile_installs_only_packages_with_hashes() -> None:
     installs = [line for line in (REPO / "Makefile").read_text().splitlines() if line.startswith("$(PIP) ")]
     assert installs == [
         "$(PIP) --require-hashes --requirement $(1)",

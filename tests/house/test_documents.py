@@ -61,7 +61,7 @@ def _files_with_text() -> list[str]:
     return [name for name in tracked() if name.endswith((".py", ".lua", ".md")) or name in ("Makefile", "Procfile")]
 
 
-def test_nothing_is_cited_that_is_not_in_this_repository() -> None:
+def test_no_document_outside_this_repository_is_cited() -> None:
     here = name_of(Path(__file__))
     found = [
         f"{name}:{number} {line.strip()}"

@@ -33,7 +33,7 @@ def test_no_module_imports_fixtures_or_test_modules_or_reexports_names() -> None
     assert _having(r"^__all__\b") == set()
 
 
-def test_shared_fixtures_are_made_known_in_one_place() -> None:
+def test_shared_fixtures_are_registered_in_one_place() -> None:
     assert _having(r"^pytest_plugins\b") == {"tests/conftest.py"}
     named = re.findall(r'"tests\.fixtures\.(\w+)"', (REPO / "tests/conftest.py").read_text("utf-8"))
     assert sorted(named) == sorted(SHARED)

@@ -103,7 +103,7 @@ def test_a_header_names_the_script_its_keys_its_answers_and_its_cost(name):
 
 
 @every_script
-def test_a_body_uses_each_argument_by_its_name_and_none_by_its_place(name):
+def test_a_script_body_uses_each_argument_by_name_and_none_by_index(name):
     assert "ARGV" not in body(name)
     assert max(map(len, LIBRARY.assemble(name).splitlines())) <= 120
     functions = set(re.findall(r"^local function (\w+)", LIBRARY.assemble(name), re.MULTILINE))
@@ -266,13 +266,13 @@ def test_calls_that_are_joined_are_sent_as_one_with_the_rows_of_all():
         ("answers: [{word: text, leases: [text]}]", "word: text"),  # of whose row would it be?
     ],
 )
-def test_only_calls_with_one_list_and_an_answer_for_each_of_its_rows_are_joined(old, new):
+def test_only_calls_with_one_list_and_one_answer_per_row_can_be_joined(old, new):
     assert JOINING.count(old) == 1
     with pytest.raises(SyntaxError):
         parse_signature(JOINING.replace(old, new))
 
 
-def test_a_call_is_packed_as_redis_would_have_its_words():
+def test_a_command_is_packed_in_the_redis_protocol():
     scripts = make_scripts(Redis(), Keys("test"))
     waiting = scripts.bind(QueueScripts)
     for command in (
@@ -284,7 +284,7 @@ def test_a_call_is_packed_as_redis_would_have_its_words():
         assert command.packed == hiredis.pack_command(command.words)
 
 
-def test_an_answer_is_read_by_name_and_type():
+def test_the_response_of_a_script_is_parsed_by_name_and_type():
     _, read = called(Acts.act)
     answer = [b"yes", [[b"j1", b"l1", 7]], None, [[b"zimg", b"0.5"]]]
     assert read(answer) == Answer("zimg", "yes", [Lease("j1", "l1", 7)], None, {"zimg": 0.5})

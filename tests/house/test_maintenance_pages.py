@@ -1,4 +1,4 @@
-"""Maintenance changes any number of rows in pages: no transaction of it keeps other writers waiting for long."""
+"""Maintenance changes any number of rows in pages: none of its transactions delays other writers for long."""
 
 import ast
 
@@ -51,7 +51,7 @@ def test_the_rule_finds_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in python_files() if name_of(path).startswith(_MODULES)], ids=name_of)
-def test_each_delete_and_update_concerns_a_page(path) -> None:
+def test_each_delete_and_update_of_maintenance_is_limited_to_a_page(path) -> None:
     tree = syntax_tree(REPO / path)
     functions = unbounded_writes(tree) - set(_FEW)
     assert not functions, f"use slotkeeper.db.pages, or list with the reason: {sorted(functions)}"

@@ -7,7 +7,7 @@ from tests.nightly.mutants.operators import REPO, MisplacedMutantError
 from tests.nightly.mutants.runner import locate_test, read_outcomes
 
 
-def test_the_place_of_each_mutant_is_found_exactly_once():
+def test_each_mutant_matches_exactly_one_place_in_the_code():
     problems = [f"{name!r} is the name of {count} mutants" for name, count in _names().items() if count > 1]
     for mutant in MUTANTS:
         try:

@@ -42,7 +42,7 @@ def test_the_document_is_valid(described: dict[str, Any]) -> None:
     OpenAPIV31SpecValidator(described).validate()
 
 
-def test_what_is_served_is_the_document(api: Api, described: dict[str, Any]) -> None:
+def test_the_api_serves_the_openapi_document(api: Api, described: dict[str, Any]) -> None:
     assert api.client.get("/openapi.json").json == described
 
 
@@ -99,7 +99,7 @@ def test_every_operation_has_a_summary_and_a_unique_id(described: dict[str, Any]
         assert "<br" not in operation.get("description", ""), where
 
 
-def test_where_no_keys_are_asked_for_the_document_asks_for_none(described: dict[str, Any]) -> None:
+def test_without_required_keys_the_document_requires_no_authentication(described: dict[str, Any]) -> None:
     assert "securitySchemes" not in described["components"]
     for where, operation in _operations(described):
         assert not operation.get("security"), where
@@ -126,7 +126,7 @@ def test_the_views_of_every_module_are_served() -> None:
     assert made == set(), "list these blueprints in _APIS (app/factory.py)"
 
 
-def test_what_a_view_answers_is_made_by_the_class_that_describes_it() -> None:
+def test_each_view_builds_its_response_with_the_class_that_describes_it() -> None:
     by_hand = [
         f"{module.name}: {view.name}"
         for module in sorted(Path(headings.__file__).parent.glob("*_views.py"))

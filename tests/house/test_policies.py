@@ -39,7 +39,7 @@ def _local(name: str) -> str:
     return f"by_{name}" if name in FIELDS else name
 
 
-def test_each_row_has_a_file_that_begins_with_its_name_and_each_file_a_row():
+def test_each_policy_of_the_table_has_one_file_that_begins_with_its_name():
     assert {path.stem for path in FOLDER.iterdir()} == set(POLICIES)
     for name in POLICIES:
         text = LIBRARY.read_source(f"lib/policies/{name}")

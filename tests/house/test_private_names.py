@@ -1,7 +1,7 @@
 """The product uses documented names of libraries; each exception is listed here with its reason.
 
 To use another private name, add its row, with the figure that justifies it: at least 5 % on a workload of the
-benchmarks, measured alone.  A row whose use has gone fails too.
+benchmarks, measured alone.  A row without a use fails too.
 """
 
 import ast
@@ -94,7 +94,7 @@ class Own(Thing):
         ("sys = 1\nfrom app._own import thing", []),
     ],
 )
-def test_uses_of_private_names_of_libraries_are_found_and_own_ones_are_not(
+def test_uses_of_private_names_are_found_for_libraries_and_not_for_the_product(
     tmp_path: Path, code: str, names: list[str]
 ) -> None:
     file = tmp_path / "module.py"

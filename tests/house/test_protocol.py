@@ -32,7 +32,7 @@ def test_no_clause_names_a_check_that_does_not_exist():
     assert set(_marked()) == {check.name for check in CHECKS}
 
 
-def test_each_must_is_held_by_a_check():
+def test_each_must_of_the_slot_protocol_names_its_check():
     clauses = [
         clause for line in PAGE.splitlines() for clause in line.split(". ") if re.search(r"(?<!\*)\bMUST\b", clause)
     ]

@@ -34,8 +34,8 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
 # -- structure -------------------------------------------------------------------------------------------------
 
 
-def test_imports_run_one_way():
-    """The contracts stand in setup.cfg."""
+def test_imports_follow_the_contracts_of_the_import_linter():
+    """The contracts are in setup.cfg."""
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -198,7 +198,7 @@ def test_every_task_on_beats_schedule_is_registered(entry):
 
 
 @for_each(sorted(celeryconfig.beat_schedule))
-def test_what_beat_sends_does_not_depend_on_two_clocks_being_equal(entry):
+def test_a_task_of_beat_has_no_expiry_because_the_clocks_of_two_hosts_may_differ(entry):
     assert "expires" not in celeryconfig.beat_schedule[entry].get("options", {})
 
 

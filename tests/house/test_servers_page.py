@@ -31,7 +31,7 @@ CLASSES: list[type[BaseModel]] = [
 ]
 
 
-def test_its_examples_can_be_stored():
+def test_the_examples_of_the_page_are_valid_descriptions():
     described = [example for example in EXAMPLES if "mode" in example]
     assert len(described) == 7
     for example in described:
@@ -39,12 +39,12 @@ def test_its_examples_can_be_stored():
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_it_names_every_field(kind):
+def test_the_page_names_every_field(kind):
     names = {field.alias or name for name, field in kind.model_fields.items()}
     assert {name for name in names if f"`{name}`" not in PAGE and f'"{name}"' not in PAGE} == set()
 
 
-def test_it_names_every_outcome_and_source():
+def test_the_page_names_every_outcome_and_source():
     outcomes = {rule for kind in (parts.Submit, parts.StatusStep, parts.Cancel) for rule in kind.meanings}
     sources = {source for step in (parts.Submit, parts.StatusStep, parts.HealthStep) for source in step.sources}
     assert {word for word in outcomes if f"| `{word}` |" not in PAGE} == set()

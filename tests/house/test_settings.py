@@ -23,7 +23,7 @@ def _settings() -> set[str]:
     return fields | _in_code(r'environ[^"\n]*"(SLOTKEEPER_[A-Z_]+)"') - _OF_TESTS
 
 
-def test_all_classes_of_settings_are_checked() -> None:
+def test_all_settings_classes_are_checked() -> None:
     assert _in_code(r"^class (\w+)\(Settings\)") == {kind.__name__ for kind in _CLASSES}
 
 

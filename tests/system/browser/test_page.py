@@ -326,7 +326,7 @@ def test_the_keyboard_reaches_every_action(operator: Page, installation: Install
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wider_than_its_window(walk: dict[str, Look], width: int) -> None:
+def test_no_screen_is_wider_than_its_window(walk: dict[str, Look], width: int) -> None:
     assert {name: look.too_wide[width] for name, look in walk.items() if look.too_wide[width] > 0} == {}
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_wider_than_its_window(walk: dict[str, Look], width: int) -> 
         ("dark", "light", "dark"),
     ],
 )
-def test_each_colour_is_of_the_theme_that_was_chosen_or_else_the_systems(
+def test_the_colours_follow_the_chosen_theme_or_else_the_theme_of_the_system(
     operator: Page, installation: Installation, chosen: str, system: Any, seen: str
 ) -> None:
     operator.context.add_cookies([{"name": "slotkeeper_theme", "value": chosen, "url": installation.url}])
@@ -370,7 +370,7 @@ def _rgb(colour: str) -> str:
     return "rgb({}, {}, {})".format(*bytes.fromhex(colour))
 
 
-def test_all_of_it_works_without_script(chromium: Browser, installation: Installation) -> None:
+def test_the_page_works_without_javascript(chromium: Browser, installation: Installation) -> None:
     context = chromium.new_context(base_url=installation.url, java_script_enabled=False)
     page = context.new_page()
     _log_in(page, installation.keys["root"])
@@ -450,8 +450,8 @@ def test_injected_scripts_and_styles_have_no_effect(operator: Page) -> None:
     assert operator.evaluate("() => getComputedStyle(document.getElementById('styled')).color") != "rgb(1, 2, 3)"
 
 
-def test_what_others_wrote_is_shown_as_text(operator: Page, installation: Installation) -> None:
-    """As tenant, in payload, result and the reason of a pause."""
+def test_text_from_users_is_shown_as_text(operator: Page, installation: Installation) -> None:
+    """The text is in the tenant's name, the payload, the result and the reason of a pause."""
     dialogs: list[str] = []
     operator.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     for name, times in {"waiting": 2, "evil": 2}.items():

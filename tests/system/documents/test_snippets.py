@@ -158,7 +158,9 @@ def test_the_tutorial_shows_what_the_start_prints(tmp_path: Path) -> None:
     assert without_chance(printed) == without_chance(str(start.prints))
 
 
-def test_what_a_block_prints_is_compared(installation: Installation, tmp_path: Path) -> None:
+def test_the_output_of_a_block_is_compared_with_the_documented_output(
+    installation: Installation, tmp_path: Path
+) -> None:
     reader = Reader(installation, tmp_path)
     with ExitStack() as stack:
         stack.callback(reader.close)
@@ -167,7 +169,7 @@ def test_what_a_block_prints_is_compared(installation: Installation, tmp_path: P
             reader.run(Snippet(PAGES[0], 7, "sh", "echo 3 jobs", None, None, "3 servers\n"))
 
 
-def test_a_snippet_that_fails_is_reported_with_its_place(installation: Installation, tmp_path: Path) -> None:
+def test_a_snippet_that_fails_is_reported_with_its_file_and_line(installation: Installation, tmp_path: Path) -> None:
     for language, code in (("sh", "slotkeeper job no-such-job"), ("python", "import no_such_module")):
         folder = tmp_path / language
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Jobs, maintenance and bare clients by each broker: Redis, and RabbitMQ with classic and with quorum queues."""
+"""Jobs, maintenance and bare clients with each broker: Redis, and RabbitMQ with classic and with quorum queues."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_bare_client_gets_its_result_and_a_job_is_tried_again(cluster: Cluster
     assert cluster.row(sent.id).failures == 1
 
 
-def test_a_wake_up_begins_a_job_and_inspect_shows_it(cluster: Cluster) -> None:
+def test_a_message_starts_a_job_and_inspect_shows_the_job(cluster: Cluster) -> None:
     cluster.ensure_workers(1)
     model, gate = cluster.model(1), cluster.gate()
     job = cluster.submit(model, gate)

@@ -61,7 +61,7 @@ def _refused_readiness(cluster: Cluster) -> dict[str, Any] | None:
     return response.json() if response.status_code == 503 else None
 
 
-def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_can_be_stored(
+def test_on_a_full_disk_submits_are_refused_and_a_result_is_kept_until_it_can_be_stored(
     disk: Path, tmp_path: Path
 ) -> None:
     with started_cluster(tmp_path / "cluster", SLOTKEEPER_DATABASE_URL=f"sqlite:///{disk / 'record.db'}") as cluster:
@@ -72,18 +72,18 @@ def test_on_a_full_disk_submits_are_refused_and_a_run_keeps_its_result_until_it_
         cluster.sent(model)
 
         with full(disk):
-            # What is left of the log's last page may still take one.
+            # The last page of the write-ahead log may still have space for one submit.
             eventually(lambda: _submit(cluster, model, accepted) == 503, "a submit is refused")
-            ready = eventually(lambda: _refused_readiness(cluster), "readiness says so, too")
+            ready = eventually(lambda: _refused_readiness(cluster), "readiness reports the full disk")
             assert "its disk is full" in ready["parts"]["database"]["why"]
             gate.open()
-            eventually(lambda: cluster.runs(model), "the server is done with the first job")
+            eventually(lambda: cluster.runs(model), "the server has ended the first job")
             assert _submit(cluster, model, accepted) == 503
 
         jobs = [cluster.until(job_id, "completed") for job_id in accepted]
         assert {(job.attempts, job.failures, job.crashes) for job in jobs} == {(1, 0, 0)}
         assert sorted(run["job_id"] for run in cluster.runs(model)) == sorted(accepted), "each ran once"
         assert sum(ledger.read(cluster.store.database).by_state.values()) == len(accepted), (
-            "a refused submit leaves nothing"
+            "a refused submit stores no job"
         )
         assert _submit(cluster, model, accepted) == 202

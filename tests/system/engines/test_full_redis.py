@@ -27,7 +27,7 @@ def _full(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.e2e
-def test_a_full_redis_stops_neither_takeovers_nor_resumed_servers_nor_new_workers(cluster: Cluster) -> None:
+def test_takeovers_resumed_servers_and_new_workers_succeed_while_redis_is_full(cluster: Cluster) -> None:
     (worker,) = cluster.ensure_workers(1)
     busy, paused, gate = cluster.model(1), cluster.model(1), cluster.gate()
     held = cluster.submit(busy, gate)

@@ -1,4 +1,4 @@
-"""Kafka, NATS and AMQP as they are: each takes all events, each job's in order, also those from while it was away."""
+"""Real Kafka, NATS and AMQP servers: each gets all events, in order for each job, also after its own outage."""
 
 import os
 import shutil
@@ -158,7 +158,7 @@ def test_an_unreachable_kafka_leaves_the_backlog_in_the_database(
         _assert_whole_and_in_order(_unique_events(_consumed(servers, 1)), record, [job.id])
 
 
-def test_kafka_skips_an_event_that_it_refuses_as_too_large_and_takes_those_after_it(
+def test_the_kafka_sink_skips_an_event_that_is_too_large_and_publishes_the_following_events(
     record: Database, tmp_path: Path
 ) -> None:
     pytest.importorskip("confluent_kafka")

@@ -83,7 +83,7 @@ def test_an_unsuitable_redis_is_detected_by_info_and_the_remedy_is_named(servers
         check_remote(servers[kind])
 
 
-def test_a_redis_that_forbids_config_is_judged_all_the_same(client: Redis) -> None:
+def test_a_suitable_redis_that_forbids_the_config_command_is_accepted(client: Redis) -> None:
     client.acl_setuser("managed", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-config"])
     pool = client.connection_pool.connection_kwargs
     with Redis(host=pool["host"], port=pool["port"], username="managed", password="x") as managed:
@@ -165,7 +165,7 @@ def test_each_program_exits_at_once_and_prints_the_reason(tmp_path: Path) -> Non
         assert "Traceback" not in output, name
 
 
-def test_a_redis_that_is_away_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_not_refused_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLOTKEEPER_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SLOTKEEPER_REDIS_URL", f"redis://127.0.0.1:{free_port()}/0")
     clear_wiring()

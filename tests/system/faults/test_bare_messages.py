@@ -55,5 +55,5 @@ def test_a_message_of_a_dead_worker_is_redelivered_and_runs_once_unless_it_has_e
     assert [run["job_id"] for run in cluster.runs(model)] == ([job_id] if state == "completed" else [])
 
 
-def test_the_broker_gives_back_what_a_dead_worker_held_within_a_minute():
+def test_the_broker_redelivers_the_messages_of_a_dead_worker_within_a_minute():
     assert celeryconfig.broker_transport_options["visibility_timeout"] + _RESTORED_EVERY_S < 60

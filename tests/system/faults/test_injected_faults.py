@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_every_kind_has_an_act() -> None:
+def test_every_kind_of_fault_has_an_act() -> None:
     assert set(ACTS) == set(Kind)
 
 
@@ -87,7 +87,7 @@ def test_delays_end_when_they_are_mended(
     assert talk.send_request(b"again") == b"again"
 
 
-def test_a_cut_is_over_at_once(doors: Cluster, listener: Listener) -> None:
+def test_a_cut_resets_open_connections_and_new_connections_work_at_once(doors: Cluster, listener: Listener) -> None:
     door = doors.proxy_ports["redis"]
     talk = listener.connect_through(door.port)
     talk.send_request(b"hello")
@@ -144,7 +144,7 @@ def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
     return found[0]
 
 
-def test_a_replica_is_no_place_to_write(stores: Cluster) -> None:
+def test_a_replica_refuses_writes(stores: Cluster) -> None:
     with stores._valkey("replica") as replica:
         wait_until(lambda: replica.info("replication")["role"] == "slave")
         with pytest.raises(ReadOnlyError):
@@ -270,7 +270,7 @@ def test_a_change_that_is_refused_has_not_happened(stack: Cluster, api: Api) -> 
         ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
 
 
-def test_a_change_is_undone_even_if_the_api_is_away_at_first(stack: Cluster, api: Api) -> None:
+def test_a_change_is_undone_even_if_the_api_is_unreachable_at_first(stack: Cluster, api: Api) -> None:
     mend = ACTS[Kind.OPERATOR](stack, fault(Kind.OPERATOR, "zimg", Change.DRAIN))
     api.away = 2
     mend()
@@ -297,7 +297,7 @@ def test_a_change_of_policy_limits_nothing() -> None:
 # -- the order of it all -----------------------------------------------------------------------------------
 
 
-def test_what_cannot_happen_has_not_happened_and_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_does_not_apply_is_neither_recorded_nor_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     mended: list[str] = []
 
     def act(_: Cluster, one: Fault) -> fault_injection.Undo:

@@ -103,7 +103,9 @@ def frozen(valkey: Valkey) -> Iterator[None]:
         pytest.param(_full, id="out of memory"),
     ],
 )
-def test_redis_vanishes_and_every_job_runs_once_in_its_turn(cluster: Cluster, gone: Callable[[Valkey], Any]) -> None:
+def test_after_an_outage_of_redis_every_job_runs_once_and_in_order(
+    cluster: Cluster, gone: Callable[[Valkey], Any]
+) -> None:
     outage: Callable[[Valkey], AbstractContextManager[None]] = contextmanager(gone)
     cluster.ensure_workers(1)
     model, gate = cluster.model(1), cluster.gate()
@@ -188,10 +190,12 @@ def test_a_redis_that_does_not_answer_is_waited_for_once_and_not_at_every_submit
     assert harness.run_all() == [receipt.accepted.id for receipt in receipts]
 
 
-def test_redis_is_asked_after_the_disk_has_the_job(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a power cut leaves no job in Redis that the database has lost."""
+def test_a_submit_uses_redis_only_after_the_job_is_on_the_disk(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power cut could leave a job in Redis that the database has lost."""
     harness.register()
-    harness.submit()  # It has the slot.
+    harness.submit()  # This job gets the slot.
     steps: list[str] = []
     scripts, sync = harness.dispatcher.queues.scripts, harness.database._group._writer.sync
     run = scripts.run
@@ -237,7 +241,7 @@ def test_after_a_failed_pass_the_reaper_waits_until_living_workers_could_renew(r
     assert [now for now in (102, 103, 104, 105, 106) if reaped(now)] == [105, 106]
 
 
-def test_after_redis_was_away_a_renewal_has_its_time_out_and_is_sent_again_before_anything_is_reaped(
+def test_after_an_outage_of_redis_the_reaper_waits_for_a_timed_out_renewal_and_its_repetition(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("routing.maintenance.reaper.time", SimpleNamespace(monotonic=lambda: harness.now / 1000))
@@ -420,7 +424,9 @@ def test_the_database_vanishes_and_a_running_call_keeps_its_result(postgres: Pos
 
 @pytest.mark.e2e
 @pytest.mark.postgres
-def test_while_the_database_is_silent_every_request_has_its_answer_in_time(postgres: Postgres, tmp_path: Path) -> None:
+def test_while_the_database_does_not_respond_every_request_gets_a_response_in_time(
+    postgres: Postgres, tmp_path: Path
+) -> None:
     direct = postgres.create()
     with (
         between(direct) as (network, through),
@@ -442,7 +448,10 @@ def test_while_the_database_is_silent_every_request_has_its_answer_in_time(postg
         )
         network.silent = threading.Event()
         assert [getattr(answer, "status_code", answer) for answer in answers] == [503] * len(answers)
-        eventually(lambda: cluster.api.call("POST", "/queue/submit", json=body).status_code == 202, "it answers again")
+        eventually(
+            lambda: cluster.api.call("POST", "/queue/submit", json=body).status_code == 202,
+            "the API accepts jobs again",
+        )
     postgres.drop(direct)
 
 
@@ -460,10 +469,10 @@ def _passed(seconds: float) -> Callable[[], bool]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_a_server_that_is_down_for_a_day_costs_no_job_anything(harness: Harness) -> None:
+def test_a_server_that_is_down_for_a_day_costs_no_job_a_retry_or_a_crash(harness: Harness) -> None:
     harness.register(2, max_retries=0, max_crashes=1)
     ids = [harness.submit() for _ in range(5)]
-    for _ in range(144):  # every ten minutes: longer than the longest rest
+    for _ in range(144):  # every ten minutes: longer than the longest cooldown
         for _ in range(len(harness.notifications.offers)):
             harness.settle(harness.start(), OutcomeKind.UNREACHABLE)
         harness.later(600_000)
@@ -493,7 +502,7 @@ def test_after_a_server_is_back_the_first_job_starts_within_five_seconds(cluster
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", [Cluster.model, Cluster.polled_model])
-def test_the_slots_of_a_restarted_server_are_free_soon_after_its_first_answer(
+def test_the_slots_of_a_restarted_server_are_free_soon_after_its_first_response(
     cluster: Cluster, how: Callable[[Cluster, int], str]
 ) -> None:
     cluster.ensure_workers(1)

@@ -95,7 +95,7 @@ def test_a_canceled_runs_slot_is_used_again_when_its_server_answers_after_all(
     assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
 
 
-def test_a_slot_whose_runs_time_is_over_is_used_again_when_its_server_answers_after_all(
+def test_the_slot_of_an_expired_run_is_used_again_after_the_response_of_its_server(
     cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")
@@ -110,7 +110,7 @@ def test_a_slot_whose_runs_time_is_over_is_used_again_when_its_server_answers_af
     assert server.lines() == [f"{what} {job}" for job in (first, following) for what in ("begins", "ends")]
 
 
-def test_a_server_that_dies_under_a_run_costs_a_crash_at_once_and_its_slot_is_free_when_it_is_back(
+def test_a_server_that_dies_during_a_run_costs_a_crash_at_once_and_its_slot_is_free_after_its_restart(
     cluster: Cluster, plain: Callable[..., Plain], tmp_path: Path
 ) -> None:
     server, gate = plain(), Gate(tmp_path / "gate")

@@ -48,15 +48,17 @@ def test_results_that_finished_without_a_living_worker_are_fetched_later(cluster
         _one_run(cluster, model, job_id)
 
 
-def test_workers_that_die_before_they_have_noted_the_servers_answer_cost_no_second_run(cluster: Cluster) -> None:
+def test_a_worker_that_dies_before_it_stores_the_response_of_the_server_causes_no_second_run(cluster: Cluster) -> None:
     cluster.ensure_workers(0)
     dying = cluster.start_workers(2, SLOTKEEPER_CRASH_AT="run_sent")
     models, gate = [cluster.polled_model(), cluster.model()], cluster.gate()
     ids = []
-    with cluster.maintenance_stopped():  # or the second would die of the first one's job
+    with cluster.maintenance_stopped():  # Otherwise the second worker would crash with the job of the first.
         for model, run in zip(models, (gate, 0.1), strict=True):
             ids.append(cluster.submit(model, run))
-            eventually(lambda: [worker.popen.poll() for worker in dying].count(-9) == len(ids), "one dies of it")
+            eventually(
+                lambda: [worker.popen.poll() for worker in dying].count(-9) == len(ids), "one worker has crashed"
+            )
     cluster.ensure_workers(1)
     cluster.started(ids[0], 2)
     gate.open()

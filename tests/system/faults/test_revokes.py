@@ -123,7 +123,7 @@ def test_maintenance_executes_a_revoke_while_no_worker_runs(cluster: Cluster, ba
     assert cluster.starts(offered) == 0
 
 
-def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(cluster: Cluster, bare: Celery) -> None:
+def test_a_message_that_is_revoked_before_its_admission_never_becomes_a_job(cluster: Cluster, bare: Celery) -> None:
     cluster.ensure_workers(0)
     worker = cluster.start_worker()
     model = cluster.model()
@@ -131,7 +131,7 @@ def test_a_revoked_message_that_no_worker_has_admitted_yet_never_becomes_a_job(c
     eventually(lambda: _answered(consuming.ping), "the worker answers")
     sent_id = "revoked-before-it-was-sent"
     bare.control.revoke(sent_id)
-    eventually(lambda: sent_id in str(_answered(consuming.revoked)), "the worker has heard it")
+    eventually(lambda: sent_id in str(_answered(consuming.revoked)), "the worker has received the revoke")
     sent = _send(bare, model, 0.01, task_id=sent_id)
     with pytest.raises(TaskRevokedError):
         sent.get(timeout=60)
@@ -148,7 +148,7 @@ def test_a_revoke_of_an_ended_job_changes_nothing(cluster: Cluster, bare: Celery
     assert (sent.state, cluster.row(sent.id).state) == ("SUCCESS", "completed")
 
 
-def test_revokes_by_stamps_are_refused_by_name(cluster: Cluster, bare: Celery) -> None:
+def test_a_revoke_by_stamped_headers_is_refused_with_the_reason(cluster: Cluster, bare: Celery) -> None:
     cluster.ensure_workers(1)
     (answer,) = bare.control.revoke_by_stamped_headers({"batch": "b1"}, reply=True, timeout=5, limit=1)
     assert "by their ids" in next(iter(answer.values()))["ok"]

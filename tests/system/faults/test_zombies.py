@@ -52,7 +52,7 @@ def test_a_killed_workers_job_runs_again_within_seconds_before_later_jobs(cluste
     assert [run["job_id"] for run in cluster.runs(model)] == [job_id, following], "the server knew the job by its key"
 
 
-def test_a_worker_that_wakes_after_its_lease_has_gone_changes_nothing(cluster: Cluster) -> None:
+def test_a_worker_that_resumes_after_the_loss_of_its_lease_changes_nothing(cluster: Cluster) -> None:
     (zombie,) = cluster.ensure_workers(1)
     model, gate, next_gate = cluster.model(1), cluster.gate(), cluster.gate()
     job_id = cluster.submit(model, gate)
@@ -71,7 +71,7 @@ def test_a_worker_that_wakes_after_its_lease_has_gone_changes_nothing(cluster: C
     assert before
 
     thaw(zombie)
-    eventually(lambda: _has_given_up(zombie, job_id), "it has done all that it meant to do")
+    eventually(lambda: _has_given_up(zombie, job_id), "the worker has given up the run")
 
     assert cluster.lease(model, following) == before
     assert list(cluster.taken(model).values()) == [following.encode()]

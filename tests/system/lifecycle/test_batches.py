@@ -1,4 +1,4 @@
-"""A file of thousands of lines while processes die: each line runs once, and its result stands in its place."""
+"""A file of thousands of lines while processes die: each line runs once, and results are in the order of lines."""
 
 import json
 import sys
@@ -82,7 +82,7 @@ def test_a_kill_in_the_middle_loses_no_line_and_doubles_none(stack: Stack) -> No
     assert api.call("GET", "/admin/ledger").json()["accepted"] == LINES
 
 
-def test_no_job_of_a_canceled_batch_begins_after_the_answer(stack: Stack) -> None:
+def test_no_job_of_a_canceled_batch_starts_after_the_response_to_the_cancel(stack: Stack) -> None:
     api = HttpApi(stack)
     server = stack.server("lines-api1", 4)
     api.register(MODEL, server)
@@ -91,10 +91,10 @@ def test_no_job_of_a_canceled_batch_begins_after_the_answer(stack: Stack) -> Non
     upload = start_upload(stack, path)
     eventually(lambda: upload.popen.poll() is not None, "the upload has ended", 120)
     batch = the_batch(api)["batch"]
-    eventually(lambda: the_batch(api)["ended"] > 0, "some have run")
-    eventually(lambda: api.call("POST", f"/batches/{batch}/cancel").status_code != 202, "none is left")
+    eventually(lambda: the_batch(api)["ended"] > 0, "some jobs have ended")
+    eventually(lambda: api.call("POST", f"/batches/{batch}/cancel").status_code != 202, "no job remains to be canceled")
     ended_before = runs(server)
     eventually(lambda: the_batch(api)["status"] == "ended", "the batch has ended")
-    assert runs(server) - ended_before <= server.slots, "only what was running has ended since"
+    assert runs(server) - ended_before <= server.slots, "only running jobs have ended since"
     by_state = the_batch(api)["by_state"]
     assert by_state.keys() <= {"completed", "canceled"} and sum(by_state.values()) == LINES

@@ -1,4 +1,4 @@
-"""With keys required, Celery's clients are tenants, too: by a token, by SLOTKEEPER_KEY, or by the job before."""
+"""With keys required, a Celery client acts for a tenant: by a token, by SLOTKEEPER_KEY, or by the preceding job."""
 
 import json
 import subprocess
@@ -191,7 +191,7 @@ except Exception as error:
 
 
 @pytest.mark.usefixtures("acme_key")
-def test_a_key_that_may_not_submit_makes_no_job_and_no_token(keyed: Stack, operator: HttpApi) -> None:
+def test_a_key_without_the_scope_submit_creates_no_job_and_no_token(keyed: Stack, operator: HttpApi) -> None:
     reader = json.loads(_slotkeeper(keyed, "keys", "add", "acme", "--name", "reader", "--scope", "read", "--json"))
     script = """
 try:

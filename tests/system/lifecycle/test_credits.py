@@ -39,7 +39,7 @@ print(accepted)
 """
 
 
-def test_sixteen_processes_cannot_reserve_one_micro_credit_too_much(database: Database) -> None:
+def test_sixteen_processes_never_reserve_more_credits_than_the_tenant_has(database: Database) -> None:
     Tenants(database).add(Tenant("acme"), T0)
     accounts = CreditAccounts(database)
     accounts.open("acme", 0, None, T0)

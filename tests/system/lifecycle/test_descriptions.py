@@ -74,7 +74,7 @@ def test_a_synchronous_server_with_another_protocol_completes_a_job_after_a_busy
     assert (job["attempts"], job["failures"]) == (1, 0), "a busy response costs no attempt"
 
 
-def test_a_server_that_is_asked_in_several_steps(api: HttpApi, serve: Serve) -> None:
+def test_a_server_can_be_polled_in_several_status_steps(api: HttpApi, serve: Serve) -> None:
     def comfyui(seen: Seen) -> Act:
         if seen.method == "POST":
             return answer({"prompt_id": seen.json["prompt_id"], "number": 1, "node_errors": {}})
@@ -238,11 +238,11 @@ class Cog:
         return requests.post(took["webhook"], json=body, timeout=10)
 
 
-def test_a_server_that_cannot_be_asked_pushes_its_result(api: HttpApi, serve: Serve) -> None:
+def test_a_server_without_a_status_request_pushes_its_result(api: HttpApi, serve: Serve) -> None:
     cog = Cog()
     model, there = serve(cog, description=COG, poll_interval=0.1)
     job_id = api.submit(model, {"prompt": "a cat"})
-    eventually(lambda: cog.takes and len(there.seen) > 5, "it has it, and its health is asked")
+    eventually(lambda: cog.takes and len(there.seen) > 5, "the server has the request, and its health is checked")
     assert api.job(job_id)["status"] == "running"
 
     assert cog.push(["cat.png"]).status_code == 200
@@ -274,7 +274,7 @@ def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api:
     cog = Cog()
     model, _ = serve(cog, description=COG, poll_interval=0.1)
     first = api.submit(model)
-    eventually(lambda: cog.takes, "it has it")
+    eventually(lambda: cog.takes, "the server has the request")
     assert api.call("POST", f"/queue/jobs/{first}/cancel").ok
     assert api.ended(first)["status"] == "canceled"
     assert cog.canceled == [f"/predictions/{cog.takes[0]['id']}/cancel"]
@@ -284,7 +284,7 @@ def test_a_canceled_run_of_a_server_whose_yes_counts_frees_its_slot_at_once(api:
     assert api.ended(second)["status"] == "completed"
 
 
-def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_waits(
+def test_a_worker_that_dies_during_its_request_leaves_an_id_by_which_the_next_worker_polls(
     stack: Stack, api: HttpApi, serve: Serve
 ) -> None:
     """Another request would run the work twice."""
@@ -301,7 +301,7 @@ def test_a_worker_that_dies_while_it_hands_over_leaves_an_id_by_which_the_next_w
     description = {"mode": "async", "given_id": "{{job/attempt_id}}", "health": None}
     model, there = serve(says, description=description, poll_interval=0.1)
     job_id = api.submit(model)
-    eventually(lambda: _posts(there, "/run"), "it has it")
+    eventually(lambda: _posts(there, "/run"), "the server has the request")
     stack.processes["worker"].stop(signal.SIGKILL)
     stack.worker()
     job = api.ended(job_id)
@@ -339,7 +339,7 @@ def test_a_run_whose_request_did_not_reach_the_server_is_sent_again(api: HttpApi
     assert (job["result"], job["attempts"], job["crashes"]) == (2, 1, 0)
 
 
-def test_a_question_may_be_asked_with_the_payload(api: HttpApi, serve: Serve) -> None:
+def test_a_status_path_can_contain_a_value_of_the_payload(api: HttpApi, serve: Serve) -> None:
     def says(seen: Seen) -> Act:
         if seen.method == "POST":
             return answer({"job_id": "r1"})

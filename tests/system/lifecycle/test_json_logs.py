@@ -7,12 +7,12 @@ from tests.support.cluster import ready
 from tools.cluster.stack import Stack
 
 
-def test_each_line_of_workers_and_beat_is_json(tmp_path: Path) -> None:
+def test_each_log_line_of_workers_and_beat_is_json(tmp_path: Path) -> None:
     with Stack(tmp_path, {"SLOTKEEPER_LOG_FORMAT": "json"}) as stack:
         programs = [stack.worker(), stack.maintenance(), stack.beat()]
         for program in programs[:2]:
             ready(program)
-        programs[2].source(lambda: "Starting" in programs[2].log, "it is beat")
+        programs[2].source(lambda: "Starting" in programs[2].log, "beat has started")
         for program in programs:
             program.kill()
             for line in program.log.splitlines():

@@ -107,7 +107,7 @@ def test_rates_and_slots_are_exact_over_four_web_processes_and_64_clients(
     assert _most_at_once(_runs(keyed.home / "limited-api1.journal")) == MOST_SLOTS
 
 
-def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_die_and_a_key_is_revoked(
+def test_tenants_stay_within_their_limits_and_lose_no_job_while_processes_die_and_a_key_is_revoked(
     keyed: Stack, urls: list[str], operator: HttpApi
 ) -> None:
     operator.register("shared", keyed.server("shared-api1", 8))
@@ -117,7 +117,7 @@ def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_d
         limits = {"max_slots": most, "max_waiting": 500}
         assert operator.call("PATCH", f"/admin/tenants/{tenant}", json={"limits": limits}).ok
     accepted: dict[str, set[str]] = {tenant: set() for tenant in keys}
-    sent_s: list[float] = []  # when bravo sent what was accepted
+    sent_s: list[float] = []  # when bravo sent its accepted jobs
 
     def submit(n: int) -> None:
         tenant = ("bravo", "carla")[n % 2]
@@ -153,7 +153,7 @@ def test_two_tenants_stay_within_their_limits_and_lose_nothing_while_processes_d
         _start_web(keyed, "web0", urls[1])
         for one in sent:
             one.result(timeout=120)
-    assert len(accepted["carla"]) == 8 * 25, "each of them was accepted"
+    assert len(accepted["carla"]) == 8 * 25, "each job was accepted"
     assert max(sent_s) - revoked_s <= 1.0, "the key was revoked"
 
     def all_have_completed() -> bool:

@@ -1,4 +1,4 @@
-"""A process that cannot start says why in one line, and ends with status 1."""
+"""A process that cannot start reports the reason in one line, and ends with status 1."""
 
 import os
 import socket
@@ -93,7 +93,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(role: str, home: Path) -> N
     assert str(port) in line and "SLOTKEEPER_PORT" in line
 
 
-def test_a_sink_that_lacks_a_setting_is_refused_in_one_line(home: Path) -> None:
+def test_a_missing_setting_of_a_sink_is_reported_in_one_line(home: Path) -> None:
     assert "SLOTKEEPER_EVENTS_KAFKA_SERVERS is missing" in _refusal(_run(ROLES["relay"], home, EVENTS_TO="kafka"))
 
 

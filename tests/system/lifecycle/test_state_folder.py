@@ -125,9 +125,7 @@ def test_a_sticky_folder_is_refused_as_the_state_folder(tmp_path: Path) -> None:
         make_private_folder(tmp_path)
 
 
-def test_a_folder_of_that_name_is_left_alone_when_nothing_is_kept_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_stores_no_data_keeps_its_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log").mkdir()
     tmp_path.chmod(0o755)
     folders.restrict_state_folder(StorageSettings(home=tmp_path, database_url="postgresql://x"))

@@ -75,7 +75,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return Demo(installation, up, status, time.monotonic() - began, left)
 
 
-def test_one_command_starts_everything_and_ctrl_c_ends_everything(installation: Installation) -> None:
+def test_up_starts_all_processes_and_ctrl_c_stops_them(installation: Installation) -> None:
     with installation.up() as up:
         up.says("Ctrl-C stops everything.")
         job_id = re.search(r"First job (\S+): completed on zimg-api1-slot\d", up.printed)[1]  # type: ignore[index]
@@ -246,7 +246,7 @@ def test_everything_can_be_done_from_the_command_line(running: tuple[Installatio
     assert run("submit", "zimg", "{no json").exit_code == 2
 
 
-def test_the_demo_ends_by_itself_when_all_has_ended_well(demo: Demo) -> None:
+def test_the_demo_ends_with_status_0_after_all_of_its_jobs_have_completed(demo: Demo) -> None:
     assert demo.status == 0, demo.up.printed
     assert demo.took_s < DEADLINE_S
     assert demo.up.printed.count("completed") == 6

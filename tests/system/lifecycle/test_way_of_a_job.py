@@ -1,4 +1,4 @@
-"""The way of a job through real processes, seen from outside."""
+"""The life of a job in real processes, observed from outside."""
 
 import json
 from collections import defaultdict
@@ -43,7 +43,7 @@ def test_a_server_may_push_its_result(stack: Stack, api: HttpApi, server_name: s
     assert job["result"]["prompt"] == "pushed"
 
 
-def test_a_model_that_is_registered_is_served_at_once_and_a_changed_configuration_too(
+def test_a_registration_and_a_changed_configuration_take_effect_at_once(
     stack: Stack, api: HttpApi, server_name: str
 ) -> None:
     api.call("PUT", "/admin/model-configs/later-served", json={})
@@ -66,7 +66,9 @@ def test_a_request_that_is_wrong_in_itself_fails_at_once(stack: Stack, api: Http
     assert (job["status"], job["attempts"]) == ("failed", 1)
 
 
-def test_direct_traffic_makes_the_job_wait_and_costs_it_nothing(stack: Stack, api: HttpApi, server_name: str) -> None:
+def test_direct_requests_to_a_server_delay_a_job_and_cost_it_no_retry(
+    stack: Stack, api: HttpApi, server_name: str
+) -> None:
     server = stack.server(server_name, 1)
     api.register("shared", server, max_retries=0)
     with ThreadPoolExecutor(1) as pool:
@@ -96,7 +98,7 @@ def test_the_client_gets_a_signed_webhook(stack: Stack, api: HttpApi, server_nam
     assert (message["job_id"], message["status"], message["result"]["prompt"]) == (job_id, "completed", "hi")
 
 
-def test_a_waiting_job_is_canceled_at_once_and_a_running_one_by_its_server(
+def test_a_waiting_job_is_canceled_at_once_and_a_running_job_by_its_server(
     stack: Stack, api: HttpApi, server_name: str
 ) -> None:
     server = stack.server(server_name, 1, "--async", function=FLUX)
@@ -110,11 +112,11 @@ def test_a_waiting_job_is_canceled_at_once_and_a_running_one_by_its_server(
     assert api.call("POST", f"/queue/jobs/{running}/cancel").status_code == 202
     assert api.ended(running)["status"] == "canceled"
     assert api.call("POST", f"/queue/jobs/{running}/cancel").status_code == 200, (
-        "a client that got no answer asks again"
+        "a client that got no response repeats the request"
     )
 
 
-def test_a_server_that_answers_garbage_costs_a_retry_and_one_that_is_away_costs_nothing(
+def test_each_invalid_response_of_a_server_costs_a_retry(
     stack: Stack, api: HttpApi, server_name: str, httpserver: HTTPServer
 ) -> None:
     server = stack.server(server_name, 1)
@@ -135,7 +137,7 @@ def _answer(body: str) -> Any:
 
 
 @pytest.mark.timeout(300)
-def test_a_thousand_jobs_run_once_in_order_and_never_more_than_the_slots(stack: Stack, api: HttpApi) -> None:
+def test_a_thousand_jobs_run_once_and_in_order_within_the_slots(stack: Stack, api: HttpApi) -> None:
     servers = {model: stack.server(f"{model}-api1", 4) for model in ("thousand-a", "thousand-b")}
     for model in servers:
         api.call("PUT", f"/admin/model-configs/{model}", json={})

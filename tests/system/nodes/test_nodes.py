@@ -67,7 +67,7 @@ def test_a_job_that_waits_for_a_paused_node_names_the_pause_and_its_reason(api: 
     assert api.ended(job_id)["attempts"] == 1
 
 
-def test_a_cut_in_the_middle_of_a_run_costs_nothing(api: HttpApi, gateway: Gateway) -> None:
+def test_a_disconnect_during_a_run_costs_no_retry_and_no_crash(api: HttpApi, gateway: Gateway) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port).started()
     job_id = _submit(api, 3)
@@ -82,7 +82,7 @@ def test_a_cut_in_the_middle_of_a_run_costs_nothing(api: HttpApi, gateway: Gatew
     assert node.count_runs() == 1
 
 
-def test_a_gateway_that_stops_in_order_cuts_nothing(api: HttpApi, gateway: Gateway) -> None:
+def test_a_gateway_that_stops_regularly_interrupts_no_run(api: HttpApi, gateway: Gateway) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port).started()
     other = Gateway(api.stack, "gateway2")
@@ -126,7 +126,9 @@ def test_a_result_that_was_finished_during_a_cut_is_used(api: HttpApi, gateway: 
     assert (job["status"], job["attempts"], *_costs(job)) == ("completed", 1, 0, 0), _attempts(api, job_id)
 
 
-def test_a_node_that_stays_away_loses_the_run_after_the_models_patience(api: HttpApi, gateway: Gateway) -> None:
+def test_a_node_that_stays_disconnected_loses_its_run_after_the_node_patience_of_the_model(
+    api: HttpApi, gateway: Gateway
+) -> None:
     _serve(api, node_patience=2.0)
     node = HomeNode(api, "attic", gateway.port).started()
     job_id = _submit(api, 60)
@@ -191,7 +193,7 @@ def test_a_copy_of_a_node_is_refused_while_the_first_answers(api: HttpApi, gatew
 @pytest.mark.parametrize(
     "lie", ["wrong_key", "other_job", "older_attempt", "other_node", "changed_result", "changed_payload", "no_envelope"]
 )
-def test_a_lie_costs_the_job_nothing_and_freezes_the_node(api: HttpApi, gateway: Gateway, lie: str) -> None:
+def test_a_false_message_costs_the_job_no_retry_and_freezes_the_node(api: HttpApi, gateway: Gateway, lie: str) -> None:
     _serve(api)
     node = HomeNode(api, "attic", gateway.port)
     node.lie = lie
@@ -214,7 +216,7 @@ def test_a_lie_costs_the_job_nothing_and_freezes_the_node(api: HttpApi, gateway:
     assert api.ended(job_id)["server"] == "cellar"
 
 
-def test_one_node_alone_cannot_refuse_a_job(api: HttpApi, gateway: Gateway) -> None:
+def test_a_job_fails_only_after_three_refusals_of_a_single_node(api: HttpApi, gateway: Gateway) -> None:
     _serve(api, "picky")
     HomeNode(api, "attic", gateway.port, picky={"function": "tests.system.nodes.models:refuses"}).started()
     job_id = api.submit("picky", {})

@@ -33,7 +33,7 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(main, ["simulate", *words])
 
 
-def test_one_table_compares_policies():
+def test_the_command_compares_policies_in_one_table():
     done = run(*SMALL, "--policy", "fifo", "--policy", "priority", "--mean", "1m")
     assert (done.exit_code, done.stderr) == (0, "")
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -48,7 +48,7 @@ def test_four_policies_fit_a_terminal_of_80_columns():
     assert max(map(len, done.stdout.splitlines()[1:])) <= 80
 
 
-def test_slots_can_be_compared_too_under_the_same_load():
+def test_the_command_compares_numbers_of_slots_under_the_same_load():
     done = run(*SMALL, "--slots", "4", "--slots", "8", "--policy", "fifo", "--mean", "30s", "--json")
     few, many = json.loads(done.stdout)["variants"]
     assert (few["name"], many["name"]) == ("fifo, 4 slots", "fifo, 8 slots")

@@ -46,7 +46,7 @@ def test_aging_no_job_is_overtaken_by_one_accepted_more_than_the_head_start_late
     assert worst_overtaking_ms(jobs, round(step_s * 1000)) <= 0
 
 
-def test_aging_makes_use_of_the_head_start(play):
+def test_aging_uses_nearly_the_whole_head_start(play):
     """The bound is tight: some job is overtaken by nearly as much."""
     catalog = a_catalog(2, policy="aging", tier_head_start=30.0)
     jobs = play(a_scenario(bursty(5, 1500, 1000), catalog)).jobs

@@ -68,12 +68,12 @@ def test_the_same_scenario_has_the_same_outcome(play, policy):
     assert play(scenario) == play(scenario)
 
 
-def test_priority_lets_the_more_urgent_go_first(play):
+def test_with_the_priority_policy_the_most_urgent_job_starts_first(play):
     arrivals = [at(0), at(1, priority=9), at(2, priority=5), at(3, priority=1)]
     assert starts(play(a_scenario(arrivals, a_catalog(policy="priority"))).jobs) == [0, 30, 20, 10]
 
 
-def test_a_job_that_arrives_at_the_moment_of_an_end_finds_the_slot_free(play):
+def test_a_job_that_arrives_exactly_when_a_run_ends_starts_at_once(play):
     assert starts(play(a_scenario([at(0, 10), at(10, 10)])).jobs) == [0, 10]
 
 
@@ -83,13 +83,13 @@ def test_the_latency_of_a_start_counts_as_wait_and_keeps_the_slot(play):
     assert [job.wait_ms for job in jobs] == [500, 11_000]
 
 
-def test_loading_another_model_costs_time_and_the_first_is_loaded_already(play):
+def test_a_model_swap_takes_time_and_the_first_model_is_loaded_from_the_start(play):
     arrivals = [at(0, 10), at(0, 10, model="flux"), at(0, 10, model="flux")]
     catalog = a_catalog(models=("zimg", "flux"), policy="fifo", affinity=0.0)
     assert starts(play(a_scenario(arrivals, catalog, swap_ms=3000)).jobs) == [0, 10, 23]
 
 
-def test_what_an_outage_breaks_off_goes_back_to_its_place_and_runs_again(play):
+def test_a_job_interrupted_by_an_outage_keeps_its_position_and_runs_again(play):
     outage = Outage("gpu1", T0 + 4 * SECOND, T0 + 60 * SECOND)
     jobs = play(a_scenario([at(0, 10), at(1, 10), at(2, 10)], a_catalog(policy="fifo"), outages=[outage])).jobs
     assert starts(jobs) == [60, 70, 80]

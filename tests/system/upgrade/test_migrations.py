@@ -132,7 +132,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(empty_url, monkeypatch):
     assert migrate.check(empty_url) is None
 
 
-def test_when_a_later_step_fails_the_steps_before_it_are_undone_too(empty_url, tmp_path, monkeypatch):
+def test_a_migration_step_that_fails_undoes_all_steps_before_it(empty_url, tmp_path, monkeypatch):
     steps = shutil.copytree(migrate.STEPS, tmp_path / "steps")
     (steps / "versions" / "9999_fails.py").write_text(
         f"revision, down_revision = '9999', '{_HEAD}'\ndef upgrade():\n    raise ZeroDivisionError\n"
@@ -242,7 +242,7 @@ def test_the_labels_of_jobs_that_were_there_before_are_found_after_an_upgrade(em
     database.close()
 
 
-def test_a_new_installation_bounds_its_queues_and_gives_urgent_priorities_by_permission(empty_url):
+def test_a_new_installation_limits_its_queues_and_requires_permission_for_urgent_priorities(empty_url):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
     Catalog(database).register("zimg", "gpu", "http://gpu:1/run", 1, T0)
@@ -266,7 +266,7 @@ def test_an_installation_that_has_a_model_keeps_its_order_and_its_limits(empty_u
     database.close()
 
 
-def test_a_copied_key_of_the_release_before_still_opens(empty_url):
+def test_a_key_copied_from_the_previous_release_is_still_valid(empty_url):
     migrate.upgrade(empty_url)
     migrate.migrate_to(empty_url, "0006")
     database = Database(empty_url)
@@ -332,7 +332,7 @@ def a_later_step(tmp_path: Path) -> Iterator[Callable[[], None]]:
     patch.undo()
 
 
-def test_the_schema_goes_back_to_an_older_release_and_forward_again_and_keeps_the_jobs(empty_url, a_later_step):
+def test_a_downgrade_and_a_new_upgrade_of_the_schema_keep_the_jobs(empty_url, a_later_step):
     migrate.upgrade(empty_url)
     database = Database(empty_url)
     job = a_queued_job(JobStore(database))
@@ -369,7 +369,7 @@ def test_a_migration_to_an_unknown_schema_is_refused(empty_url, a_later_step):
         migrate.migrate_to(empty_url, _HEAD)
 
 
-def test_a_schema_at_head_needs_nothing(empty_url):
+def test_a_schema_at_head_needs_no_migration(empty_url):
     migrate.upgrade(empty_url)
     assert migrate.check(empty_url) is None
 
@@ -405,7 +405,7 @@ def test_a_file_with_the_newest_schema_is_current(sqlite_url):
 
 
 @pytest.mark.parametrize("stored", [["0000"], ["from_the_future"], [_HEAD, "from_the_future"], []])
-def test_a_file_with_any_other_schema_is_left_to_the_migration(sqlite_url, stored):
+def test_a_file_with_any_other_revision_is_not_current(sqlite_url, stored):
     engine = create_engine(sqlite_url)
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM alembic_version"))
@@ -424,7 +424,7 @@ def test_a_file_without_a_database_is_not_current_and_is_not_changed(tmp_path, c
     assert (file.read_bytes() if file.exists() else None) == content
 
 
-def test_a_file_that_cannot_be_written_now_is_left_to_the_migration(sqlite_url, tmp_path):
+def test_a_file_that_is_locked_is_not_reported_as_current(sqlite_url, tmp_path):
     with closing(sqlite3.connect(tmp_path / "record.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         assert not revisions.is_current(sqlite_url)
@@ -511,7 +511,7 @@ def test_a_new_sqlite_database_is_in_wal_mode_from_the_start(tmp_path):
 
 
 @pytest.mark.postgres
-def test_a_migration_that_cannot_have_its_lock_gives_up_soon(_empty_postgres_url, monkeypatch):
+def test_a_migration_limits_its_wait_for_locks(_empty_postgres_url, monkeypatch):
     """Queries queue behind a migration that waits for a lock."""
     seen: dict[str, str] = {}
     create_table = op.create_table

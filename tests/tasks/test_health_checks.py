@@ -30,7 +30,7 @@ def _end(api: Api, run: ActiveRun, outcome: Outcome) -> None:
     end_in_order(api.dispatcher, run, decided(api.dispatcher, run, outcome))
 
 
-def test_a_server_that_is_used_by_requests_alone_is_asked_only_while_a_job_runs_there(api: Api) -> None:
+def test_a_server_with_only_when_used_is_checked_only_while_a_job_runs_there(api: Api) -> None:
     api.model(preset="kserve-v1", description={"health": {"only_when_used": True}})
     api.register()
     assert _asked(api) == []
@@ -40,7 +40,7 @@ def test_a_server_that_is_used_by_requests_alone_is_asked_only_while_a_job_runs_
     assert _asked(api) == []
 
 
-def test_a_stopped_server_is_asked_only_while_a_job_runs_there(api: Api) -> None:
+def test_a_paused_server_is_checked_only_while_a_job_runs_there(api: Api) -> None:
     api.register()
     assert _asked(api) == ["gpu1"]
     run = api.started()
@@ -50,7 +50,7 @@ def test_a_stopped_server_is_asked_only_while_a_job_runs_there(api: Api) -> None
     assert _asked(api) == []
 
 
-def test_a_server_that_may_still_run_what_has_ended_here_is_asked(api: Api) -> None:
+def test_a_server_that_may_still_run_an_ended_job_is_checked(api: Api) -> None:
     api.model(preset="kserve-v1", description={"health": {"only_when_used": True}})
     api.register()
     _end(api, api.started(), Outcome(OutcomeKind.CANCELED, server_still_running=True))

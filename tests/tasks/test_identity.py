@@ -89,8 +89,8 @@ def test_a_call_is_that_of_its_header_before_the_key_of_its_process(
     assert identify_caller(_headers("bravo", "k2")) == bravo
 
 
-def test_what_is_sent_for_a_job_is_its_tenants(keyed: dict[object, Identity | None]) -> None:
-    """Calls in this process, and messages to any task: another step may follow that one."""
+def test_a_message_that_is_sent_for_a_job_has_a_token_of_its_tenant(keyed: dict[object, Identity | None]) -> None:
+    """This holds for calls in this process and for messages to any task, because a further step may follow."""
     sent: dict[str, str] = {}
     with acting_for(TokenSubject("acme", "k1")):
         assert identify_caller({}) == ACME
@@ -153,7 +153,7 @@ def test_a_key_is_read_from_the_database_once_a_second(database: Database, monke
     assert lookups.find(key) is None
 
 
-def test_the_key_of_a_call_is_kept_with_its_job_and_given_by_no_client() -> None:
+def test_the_key_of_a_call_is_stored_with_its_job_and_cannot_be_set_by_a_client() -> None:
     from tasks import options
 
     submission = options.read_submission("j1", ("zimg",), {}, {}, ACME)

@@ -126,7 +126,7 @@ def test_a_process_that_no_longer_touches_its_file_is_not_alive(api: Api) -> Non
     assert not report._file.exists()
 
 
-def test_a_link_with_the_folders_name_is_neither_read_nor_written_nor_cleaned(
+def test_a_symbolic_link_in_place_of_the_folder_is_neither_read_nor_written_nor_cleaned(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the system's folder any user can create such a link to a folder of this user."""

@@ -128,7 +128,7 @@ def test_default_values_and_options_about_publishing_are_accepted():
     _read("zimg", queue="celery", serializer="json", retries=0, producer=object(), add_to_parent=False, shadow=None)
 
 
-def test_times_are_seconds_or_moments():
+def test_times_are_numbers_of_seconds_or_points_in_time():
 
     def times(submission: Submission) -> tuple[Any, ...]:
         request = submission.request

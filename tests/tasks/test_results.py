@@ -74,7 +74,7 @@ def test_clients_are_notified_of_a_result_that_is_too_large_for_celery_to_encode
     assert notified == [job]
 
 
-def test_a_result_backend_that_is_away_is_one_sentence() -> None:
+def test_an_unreachable_result_backend_raises_an_error_of_one_sentence() -> None:
     backend = RedisBackend("redis://127.0.0.1:1/0", app=Celery(set_as_current=False))
     backend.retry_policy = {"max_retries": 1, "interval_start": 0}
     with pytest.raises(ResultBackendUnavailable, match="result backend does not answer") as raised:

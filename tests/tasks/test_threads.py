@@ -116,7 +116,7 @@ def test_requests_during_a_run_of_a_background_task_lead_to_one_more_run() -> No
 # -- a queue of work ---------------------------------------------------------------------------------------------
 
 
-def test_a_work_queue_hands_over_what_waits_in_order_and_in_batches() -> None:
+def test_a_work_queue_passes_its_items_to_the_handler_in_order_and_in_batches() -> None:
     may_go_on, batches = threading.Event(), list[list[int]]()
 
     def handle(items: list[int]) -> None:

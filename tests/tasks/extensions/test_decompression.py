@@ -49,7 +49,7 @@ def _decode(body: bytes, content_type: str) -> object:
 
 
 @pytest.mark.parametrize("content_type", COMPRESSORS)
-def test_what_fits_is_unpacked(content_type: str) -> None:
+def test_a_message_within_the_size_limit_is_decompressed(content_type: str) -> None:
     assert _decode(COMPRESSORS[content_type](b'["%s"]' % (b"a" * 996)), content_type) == ["a" * 996]
 
 
@@ -71,7 +71,7 @@ def test_the_largest_payload_fits_in_every_script(character: str) -> None:
 
 
 @pytest.mark.parametrize("content_type", COMPRESSORS)
-def test_what_does_not_is_refused_and_never_whole(content_type: str) -> None:
+def test_a_message_over_the_size_limit_is_refused_and_never_decompressed_completely(content_type: str) -> None:
     body = COMPRESSORS[content_type](b" " * 50_000_000 + b"[]")
     tracemalloc.start()
     try:

@@ -78,7 +78,7 @@ def all_ids(database: Database) -> list[int]:
     return [entry.event.id for entry in EventReader(database, transitions_only=False).read(10_000)]
 
 
-def test_events_are_in_the_stream_in_order_as_cloudevents_that_the_sdk_reads(database, store, valkey):
+def test_the_stream_contains_the_events_in_order_as_valid_cloudevents(database, store, valkey):
     job = an_ended_job(store, tenant="acme", priority=2)
     relay = a_relay(database, valkey)
     assert relay.relay_batch() == 3
@@ -145,7 +145,7 @@ def _relay_until_empty(relay: Relay) -> int:
     return published
 
 
-def test_a_stream_that_lost_its_last_moments_gets_them_again(database, store, valkey):
+def test_a_stream_that_lost_its_last_events_gets_them_again(database, store, valkey):
     """A replica that was behind has become the primary."""
     relay = a_relay(database, valkey)
     an_ended_job(store)
@@ -202,7 +202,7 @@ def test_events_that_the_stream_has_are_not_added_again(database, store, valkey)
     assert SinkCursors(database).find_slowest(["redis"]) == all_ids(database)[-1]
 
 
-def test_one_relay_at_a_time_and_the_next_when_its_time_is_over(database, store, valkey, monkeypatch):
+def test_only_one_relay_publishes_at_a_time_and_the_next_one_takes_over_after_it(database, store, valkey, monkeypatch):
     first, second = a_relay(database, valkey), a_relay(database, valkey)
     job = a_queued_job(store)
     assert first.relay_batch() == 1
@@ -250,7 +250,7 @@ class RecordingSink:
         pass
 
 
-def test_what_a_sink_has_not_confirmed_is_published_again(database, store):
+def test_events_that_a_sink_has_not_confirmed_are_published_again(database, store):
     sink = RecordingSink()
     relay = Relay("kafka", database, sink)
     job = an_ended_job(store)

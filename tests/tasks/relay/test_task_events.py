@@ -108,7 +108,7 @@ def test_each_transition_becomes_the_corresponding_task_events(
     assert {job_id: _types(events, job_id) for job_id in expected} == expected
 
 
-def test_of_the_transitions_of_a_job_in_one_batch_the_last_is_published(app: Celery, store: JobStore) -> None:
+def test_only_the_last_transition_of_a_job_in_a_batch_is_published(app: Celery, store: JobStore) -> None:
     ended_id = _a_completed_job(store)
     started_id = a_running_job(store).job.id
     store_end(store, started_id, 1, Reason.SERVER_BUSY, T0)
@@ -127,7 +127,7 @@ def test_of_the_transitions_of_a_job_in_one_batch_the_last_is_published(app: Cel
     assert (task.worker.hostname, task.runtime) == ("worker@host", 2)
 
 
-def test_of_many_jobs_queued_at_once_the_others_are_published_when_they_start(
+def test_jobs_beyond_the_limit_of_sent_events_are_published_when_they_start(
     app: Celery, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_events, "_MAX_SENT", 2)

@@ -53,7 +53,7 @@ def test_no_two_purposes_tenants_or_rotations_share_a_key() -> None:
     assert all(keys[one] != keys[other] for one, other in combinations(keys, 2))
 
 
-def test_who_can_verify_webhooks_can_make_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_valid_token_can_be_made_with_a_webhook_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the webhook secret, in any encoding, nor the text of the installation's secret is a key of tokens."""
     _set(monkeypatch, SECRET)
     webhook_secret = webhook_secrets("acme", SecretRotation(), NOW_MS)[0]

@@ -279,7 +279,7 @@ def test_an_infinite_deadline_is_accepted(start_server):
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"status":"success","result":NaN}'], ids=["empty", "html", "nan"])
-def test_garbage_costs_a_retry(start_server, body):
+def test_an_invalid_response_body_costs_a_retry(start_server, body):
     server, _ = start_server(always(answer(body, 200, Content_Type="application/json")))
     outcome = server.submit(make_call())
     assert (outcome.kind, outcome.code) == (OutcomeKind.RETRY, "bad_answer")
@@ -327,7 +327,7 @@ def gzipped(body: bytes) -> bytes:
     ],
     ids=["length", "chunks", "until closed", "compressed"],
 )
-def test_an_answer_beyond_the_bound_is_given_up(start_server, act):
+def test_a_response_that_exceeds_the_size_limit_fails_the_job(start_server, act):
     server, _ = start_server(always(act), max_response_bytes=1000)
     outcome = server.submit(make_call(deadline_s=2))
     assert (outcome.kind, outcome.code) == (OutcomeKind.FAILED, "answer_too_large")
@@ -459,7 +459,7 @@ def test_a_poll_whose_connection_is_refused_is_pending(ours):
 
 
 @pytest.mark.parametrize("remote_id", ["..", "../health", "a\r\nb", ""])
-def test_an_id_that_leads_elsewhere_is_not_asked_for(start_server, remote_id):
+def test_a_remote_id_that_would_change_the_path_is_not_requested(start_server, remote_id):
     server, http_server = start_server(always(answer(DONE)))
     assert server.status(make_call(), remote_id).kind is OutcomeKind.PENDING
     assert http_server.connections == 0

@@ -1,4 +1,4 @@
-"""The address of a server: what of its URL is connected to, and what is sent in each request."""
+"""The address of a server: the host and port for the connection, and the target of each request."""
 
 import pytest
 
@@ -60,5 +60,5 @@ def test_a_valid_target_is_sent_unchanged(target):
     ("target", "quoted"),
     [("/a b", "/a%20b"), ("/100%", "/100%25"), ("/%zz", "/%25zz"), ("/ä", "/%C3%A4"), ('/"<>', "/%22%3C%3E")],
 )
-def test_what_http_does_not_allow_in_a_target_is_quoted(target, quoted):
+def test_characters_that_http_does_not_allow_in_a_target_are_quoted(target, quoted):
     assert quote_target(target) == quoted

@@ -58,7 +58,7 @@ def test_a_report_with_described_values_that_is_not_json_is_garbage(body):
 
 
 @pytest.mark.parametrize("kind", ["down", "busy"])
-def test_a_server_that_a_rule_judges_needs_no_report(kind):
+def test_a_health_rule_that_matches_needs_no_report(kind):
     rule = {"if": {"text": "SETUP_FAILED"}, "then": kind}
     assert read_health(b"SETUP_FAILED: no weights", rules=[rule]).kind is HealthKind(kind)
 

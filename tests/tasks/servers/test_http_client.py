@@ -196,7 +196,7 @@ def test_interim_responses_are_skipped(scripted, send_request):
     ],
     ids=["second response", "garbage", "status 500", "connection: close", "http 1.0"],
 )
-def test_after_such_an_answer_a_connection_is_not_used_again(scripted, send_request, response):
+def test_a_connection_is_not_reused_after_an_error_extra_data_or_a_close(scripted, send_request, response):
     server = scripted(always(response))
     assert send_request(server.url).body == send_request(server.url).body == b"x"
     assert server.connections == 2
@@ -301,7 +301,7 @@ def chunked(count: int, piece: bytes = TINY) -> bytes:
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + piece * count + b"0\r\n\r\n"
 
 
-def test_a_body_in_tiny_pieces_leaves_the_loop_to_others_after_each_turn(scripted, loop, monkeypatch):
+def test_a_body_in_tiny_pieces_yields_the_event_loop_after_each_turn(scripted, loop, monkeypatch):
     """If a turn has no time, at most two slices are parsed in one iteration of the event loop."""
     monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
     server = scripted(always(chunked(60_000)))
@@ -348,7 +348,7 @@ def test_data_that_wait_for_their_turn_are_parsed_when_the_connection_closes(scr
     assert loop.wait_for(send_and_wait()).body == b"x" * 100_000
 
 
-def test_a_body_of_too_many_pieces_is_no_answer(scripted, send_request, monkeypatch):
+def test_a_body_of_too_many_pieces_is_refused(scripted, send_request, monkeypatch):
     monkeypatch.setattr(http_connection, "_MAX_PIECES", 1000)
     assert send_request(scripted(always(chunked(1000))).url).body == b"ab" * 1000
     reply = send_request(scripted(always(chunked(1001))).url)
@@ -397,7 +397,7 @@ def test_a_small_body_stays_in_memory() -> None:
     assert _body_of(SPOOL_AFTER_BYTES).whole() == (_BODY_PIECE * (SPOOL_AFTER_BYTES // len(_BODY_PIECE)), None)
 
 
-def test_of_a_large_body_only_the_beginning_stays_in_memory() -> None:
+def test_only_the_beginning_of_a_large_body_stays_in_memory() -> None:
     beginning, file = _body_of(3 * SPOOL_AFTER_BYTES).whole()
     assert file is not None and file.size == 3 * SPOOL_AFTER_BYTES
     assert len(beginning) < SPOOL_AFTER_BYTES and beginning == file.read(0, len(beginning))
@@ -474,7 +474,7 @@ def test_no_request_is_sent_over_a_new_connection_that_is_already_closed(scripte
     assert isinstance(reply, NoResponse) and reply.reason is FailureReason.CONNECT and not loop.http._open
 
 
-def test_to_cut_off_an_ended_exchange_does_not_close_the_connection_of_the_next(scripted, send_request, loop):
+def test_cutting_off_an_ended_exchange_does_not_close_the_connection_of_the_next_one(scripted, send_request, loop):
     server = scripted(always(answer(b"x")))
 
     async def send_two() -> Response | NoResponse:

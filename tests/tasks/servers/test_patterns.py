@@ -21,7 +21,7 @@ WORST = [
 @pytest.mark.parametrize(
     "text", ["queue (is )?full", r'"type":\s*"Busy"', "(?i)oom|out of memory", "[0-9]{3,5} ms", "^x$", *WORST]
 )
-def test_a_pattern_that_ends_soon_is_accepted(text):
+def test_a_pattern_with_a_short_run_time_is_accepted(text):
     Pattern(text)
 
 

@@ -76,7 +76,7 @@ def test_llama_cpp_is_not_recognized_as_kserve(scripted):
     assert "kserve-v1" not in {one.preset for one in found.candidates}
 
 
-def test_only_these_presets_have_no_signs():
+def test_only_three_presets_have_no_signs():
     """A plain server has none, RunPod's cloud requires a key, and cog streams only if the request demands it."""
     with_signs = {name for name in presets.names() if presets.info(name).signs}
     assert set(presets.names()) - with_signs == {GENERIC, "runpod-endpoint", "cog-stream"}

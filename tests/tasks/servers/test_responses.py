@@ -193,7 +193,7 @@ def test_a_message_contains_no_secret_that_the_response_repeats(scripted, ours) 
     assert "s3cret" not in server.submit(CALL).message + server.health().message
 
 
-def test_an_answer_that_no_rule_matches_names_the_rule_that_makes_it_a_result(scripted, ours):
+def test_the_error_for_an_unmatched_response_suggests_the_rule_that_makes_it_a_result(scripted, ours):
     server = scripted(always(answer({"y": 42})))
     submit: dict[str, Any] = {"result": "/y"}
     described = {"mode": "sync", "submit": submit, "cancel": None, "health": None}

@@ -194,7 +194,7 @@ def test_the_check_of_the_echo_can_be_disabled():
         (FailureReason.RESET, OutcomeKind.UNKNOWN),
     ],
 )
-def test_only_a_connection_never_made_is_certainly_not_sent(reason, kind):
+def test_only_a_request_without_a_connection_counts_as_not_sent(reason, kind):
     assert submitted(NoResponse(reason)).kind is kind
 
 
@@ -465,7 +465,7 @@ def test_an_error_that_is_too_deep_to_be_quoted_is_still_an_error(read, levels):
 
 @pytest.mark.parametrize("read", [submitted, polled])
 @pytest.mark.parametrize("make", [nested, nested_objects])
-def test_a_response_that_is_too_deep_to_be_parsed_is_too_deep(read, make):
+def test_a_response_that_is_too_deep_to_be_parsed_is_reported_as_too_deep(read, make):
     assert read(response(b'{"status": "success", "result": %s}' % make(5000))) == TOO_DEEP
     assert read(response(b'{"status": "success", "result": %s' % make(100))).code == "bad_answer"
 
@@ -479,7 +479,7 @@ def test_a_raw_result_is_stored_byte_by_byte_as_the_server_sent_it(text: str) ->
     assert json_text.dumps(outcome.result) == text.encode()
 
 
-def test_the_envelope_of_a_result_is_read_at_its_place() -> None:
+def test_the_envelope_of_a_result_is_read_at_the_described_pointer() -> None:
     given_envelope = {"payload": "x"}
     body = {"status": "success", "result": 1, "envelope": given_envelope}
     assert submitted(response(body), Description()).envelope is None

@@ -13,7 +13,7 @@ def make_call(deadline_s: float = 5.0) -> RunDetails:
     return RunDetails("job-1", 2, {"prompt": "cat"}, deadline_s=deadline_s)
 
 
-def test_a_call_that_is_cut_ends_at_once_and_leaves_the_outcome_unknown(scripted, loop):
+def test_a_submit_that_is_cut_off_ends_at_once_with_an_unknown_outcome(scripted, loop):
     was_received = threading.Event()
 
     def act(_seen):
@@ -39,7 +39,7 @@ def test_a_session_that_is_cut_off_before_its_submit_sends_nothing(scripted, loo
     assert http_server.seen == []
 
 
-def test_to_cut_off_a_session_after_its_response_keeps_the_connection(scripted, loop):
+def test_cutting_off_a_session_after_its_response_keeps_the_connection(scripted, loop):
     http_server = scripted(always(answer(DONE)))
     server = ServerAdapter(http_server.url + "/generate")
     session = ServerSession(server, loop.http)

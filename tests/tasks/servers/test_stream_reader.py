@@ -329,7 +329,7 @@ BEGUN = data(delta("Hel"))
         ),
     ],
 )
-def test_a_stream_that_lies_costs_what_it_should(
+def test_each_faulty_stream_gives_the_outcome_of_its_fault(
     response: Act, stream: dict[str, Any], expected: tuple[OutcomeKind, str], outcome
 ):
     # Short only if nothing else ends the stream: a busy machine may take longer to connect.
@@ -358,7 +358,7 @@ def test_a_connection_that_breaks_after_the_end_mark_does_not_change_the_outcome
     assert outcome(broken_off(BEGUN, data(b"[DONE]")), OPENAI).result == "Hel"
 
 
-def test_a_server_that_is_not_listened_to_any_longer_may_be_at_it_still(outcome):
+def test_a_server_whose_stream_is_not_read_to_the_end_may_still_run_the_job(outcome):
     found = outcome(drip(data(b"<html>")), OPENAI, deadline_s=30.0)
     assert kind_and_code(found) == GARBAGE and found.server_still_running
 

@@ -226,7 +226,7 @@ def test_a_path_template_can_extend_the_registered_endpoint(endpoint, template, 
 
 
 @pytest.mark.parametrize("template", ["{{endpoint}}@evil/x", "{{endpoint}}.evil/x", "{{endpoint}}:80/x"])
-def test_what_follows_an_endpoint_without_a_path_never_becomes_part_of_the_host(template):
+def test_a_template_after_an_endpoint_without_a_path_never_extends_the_host(template):
     with pytest.raises(TemplateError) as raised:
         fill_path(template)
     assert (raised.value.kind, raised.value.code) == (OutcomeKind.RETRY, "misconfigured")

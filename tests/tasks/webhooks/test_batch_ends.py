@@ -1,4 +1,4 @@
-"""The end of a batch: one message for its `callback_url`, and one for each webhook that wants it."""
+"""The end of a batch: one message for its `callback_url`, and one for each webhook that subscribes to it."""
 
 import json
 from typing import Any
@@ -72,7 +72,7 @@ def test_the_end_of_a_batch_is_one_message_for_its_callback(
     assert sent.messages == [(CALLBACK, f"msg_{batch.id}_0_completed", about | {"canceled": False})]
 
 
-def test_a_webhook_that_wants_the_ends_of_batches_gets_those_of_its_tenant(
+def test_a_webhook_for_ended_batches_gets_only_the_batches_of_its_tenant(
     database: Database, delivery: MessageDelivery, sent: Sent
 ) -> None:
     subscribe(database, ENDED_TYPE)
@@ -84,7 +84,7 @@ def test_a_webhook_that_wants_the_ends_of_batches_gets_those_of_its_tenant(
     assert (url, body["type"], body["data"]["batch"], body["data"]["name"]) == (HOOK, ENDED_TYPE, batch.id, "night")
 
 
-def test_a_callback_of_a_batch_that_was_given_up_is_listed_and_sent_again(
+def test_a_given_up_callback_of_a_batch_is_listed_and_sent_again(
     database: Database, delivery: MessageDelivery, sent: Sent
 ) -> None:
     batch = an_ended_batch(database, callback_url=CALLBACK)

@@ -237,7 +237,9 @@ def test_a_message_is_not_sent_before_its_send_time(database, store, receivers, 
     assert sleeps == [(0.5, 1)] and len(receivers.delivered) == 2
 
 
-def test_two_processes_share_the_pace_of_a_webhook_and_delay_no_other(database, store, receivers, deliveries) -> None:
+def test_two_processes_share_the_rate_limit_of_a_webhook_and_delay_no_other_webhook(
+    database, store, receivers, deliveries
+) -> None:
     other = _make_loop(database, receivers)
     for name, max_per_s in (("slow", 10), ("good", None)):
         _add(database, name, max_per_s=max_per_s)

@@ -318,18 +318,18 @@ def drip(conn: socket.socket, ended: threading.Event, start: bytes, chunk: bytes
         conn.sendall(chunk)
 
 
-def test_a_receiver_that_does_not_respond_is_given_up(start_receiver):
+def test_a_receiver_that_does_not_respond_times_out(start_receiver):
     assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: ended.wait(5))))
 
 
 @pytest.mark.parametrize(
     ("start", "chunk"), [(b"HTTP/1.1 200 OK", b" "), (b"HTTP/1.1 200 OK\r\nx: y", b"y")], ids=["status", "header"]
 )
-def test_a_receiver_that_trickles_its_answer_is_given_up(start_receiver, start, chunk):
+def test_a_receiver_that_sends_its_response_slowly_times_out(start_receiver, start, chunk):
     assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: drip(conn, ended, start, chunk))))
 
 
-def test_a_receiver_that_does_not_read_is_given_up(start_receiver):
+def test_a_receiver_that_does_not_read_the_request_times_out(start_receiver):
     body = json.dumps({"x": "y" * (32 << 20)}).encode()
     assert timed_out(send_within_deadline(start_receiver(lambda conn, ended: ended.wait(5)), body))
 
@@ -361,12 +361,12 @@ def test_steady_progress_does_not_extend_the_deadline(monkeypatch, operation):
     assert slow.timeouts_s == [5, 4, 3, 2, 1]
 
 
-def test_a_missing_tls_handshake_is_given_up(start_receiver):
+def test_a_receiver_without_a_tls_handshake_times_out(start_receiver):
     target = start_receiver(lambda conn, ended: ended.wait(5)).replace("http:", "https:")
     assert timed_out(send_within_deadline(target))
 
 
-def test_a_dns_lookup_that_hangs_is_given_up(monkeypatch):
+def test_a_dns_lookup_that_hangs_times_out(monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: ended.wait(5) and [])
     try:
@@ -420,7 +420,7 @@ def test_a_body_without_end_is_not_read(start_receiver, bytes_read):
     assert sum(bytes_read) <= 16 << 10
 
 
-def test_the_body_of_a_redirect_is_not_read_either(start_receiver, bytes_read):
+def test_the_body_of_a_redirect_is_not_read_completely(start_receiver, bytes_read):
     head = b"HTTP/1.1 302 Found\r\nlocation: /x\r\ntransfer-encoding: chunked\r\n\r\n"
     assert send(start_receiver(pour(head, b"10000\r\n" + b"x" * 65536 + b"\r\n"))).status == 302
     assert sum(bytes_read) <= 16 << 10

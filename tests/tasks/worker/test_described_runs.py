@@ -147,11 +147,11 @@ def test_a_given_id_is_deleted_if_the_request_is_not_sent():
 
 
 @pytest.mark.parametrize("description", [{}, {"given_id": "{{job/id}}"}, {**GIVEN, "mode": "sync"}])
-def test_a_server_that_cannot_be_asked_by_it_needs_no_note(description):
+def test_an_id_that_cannot_be_used_for_polls_is_not_stored(description):
     assert _run_call(FakeSession(description, submit=[DONE])) == (DONE, [])
 
 
-def test_a_run_that_is_over_is_not_sent():
+def test_a_run_that_has_lost_its_lease_sends_no_request():
     session = FakeSession(GIVEN, submit=[DONE])
     assert _run_call(session, owns_run=False)[0] is StopReason.LOST and session.requests == []
 
@@ -161,7 +161,7 @@ def test_an_id_from_the_server_replaces_the_id_that_the_worker_set():
     assert _run_call(session) == (DONE, ["j-1 after 0", "from server after 1"])
 
 
-def test_a_request_without_an_answer_is_asked_for_by_our_id():
+def test_a_request_without_a_response_is_polled_by_the_given_id():
     session = FakeSession(GIVEN, submit=[UNKNOWN], status=[PENDING, DONE])
     assert _run_call(session)[0] == DONE and session.requests == ["submit", "status", "status"]
 
@@ -185,12 +185,12 @@ def test_a_run_that_was_ended_meanwhile_is_not_sent_again():
     assert session.requests.count("submit") == 1
 
 
-def test_a_run_that_the_server_knew_and_forgot_is_not_sent_again():
+def test_a_run_that_the_server_reported_and_then_lost_is_not_sent_again():
     session = FakeSession(GIVEN, submit=[UNKNOWN], status=[PENDING, LOST])
     assert _run_call(session)[0] == LOST and session.requests == ["submit", "status", "status"]
 
 
-def test_a_request_whose_server_could_not_be_asked_meanwhile_is_not_sent_again():
+def test_a_request_whose_server_was_unreachable_meanwhile_is_not_sent_again():
     """The request may have crashed the server."""
     session = FakeSession(GIVEN, submit=[UNKNOWN], status=[REFUSED, LOST])
     assert _run_call(session)[0] == LOST and session.requests == ["submit", "status", "status"]
@@ -309,7 +309,7 @@ def test_different_faulty_statuses_do_not_end_the_run():
     assert _run_call(session, max_s=30)[0] == DONE
 
 
-def test_a_page_in_place_of_a_status_is_asked_again():
+def test_a_poll_that_gets_a_web_page_instead_of_a_status_is_repeated():
     session = FakeSession({"mode": "async"}, submit=[PENDING._replace(remote_id="r")], status=[PAGE, PAGE, PAGE, DONE])
     assert _run_call(session, max_s=30)[0] == DONE
 

@@ -89,7 +89,7 @@ def test_too_many_writes_for_the_loop_are_committed_by_the_thread(database: Fake
     assert database.commits == [(_THREAD, many)]
 
 
-def test_what_was_done_in_the_loop_is_answered_when_the_thread_has_secured_it(database: FakeDatabase) -> None:
+def test_a_durable_commit_of_the_loop_returns_after_the_thread_has_synced_the_disk(database: FakeDatabase) -> None:
     here = threading.current_thread().name
     with _commit_queue(database) as commit_all:
         assert commit_all("a", "b", durable=True) == ["a", "b"]

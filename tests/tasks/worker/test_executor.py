@@ -501,7 +501,7 @@ def _call_server(harness: Harness, server: FakeServer, prepare: Callable[[LeaseW
 
 
 @pytest.mark.parametrize(("why", "expected"), [("lost", StopReason.UNSENT), ("stop", StopReason.STOPPED)])
-def test_a_run_that_is_over_before_its_request_was_sent_does_not_send_it(harness, server, why, expected):
+def test_a_run_that_ended_before_its_request_was_sent_sends_no_request(harness, server, why, expected):
     assert _call_server(harness, server, lambda watch: watch.end(why)) is expected
     assert server.asked == ["cut"]
 

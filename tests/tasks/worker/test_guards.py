@@ -89,7 +89,7 @@ def test_a_lease_that_outlived_its_run_does_not_end_the_next_one(harness):
     assert harness.queue.lease_of(job_id)["lease"] == "newer"
 
 
-def test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore(queue):
+def test_a_late_restore_gives_no_lease_to_a_job_that_waits_again(queue):
     """The run ended after the restore had read the database and before it wrote to Redis."""
     job = a("j", 1)
     queue.open()

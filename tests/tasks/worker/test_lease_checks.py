@@ -88,7 +88,7 @@ def test_a_worker_that_was_stopped_after_its_start_sends_nothing(
     _assert_completes(harness, server, job_id, attempt=2, crashes=1)
 
 
-def test_a_start_that_was_stored_after_its_lease_was_gone_is_put_back_and_costs_nothing(
+def test_a_start_that_was_stored_after_the_loss_of_its_lease_is_handed_back_and_costs_no_retry(
     harness: Harness, worker: Worker, server: FakeServer, suspend: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.register()

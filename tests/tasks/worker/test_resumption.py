@@ -93,7 +93,7 @@ def test_a_server_that_joins_repeated_requests_receives_one_at_once(harness, ser
     assert server.asked == (["health", "submit"] if source == "health" else ["submit"])
 
 
-def test_where_nothing_shows_what_a_server_runs_its_longest_time_since_the_request_is_waited_for(
+def test_without_reports_of_runs_a_takeover_waits_for_the_maximum_run_time_since_the_request(
     harness, server, job_id
 ) -> None:
     """The usual duration of its runs does not shorten the wait, because this run may be an exception."""
@@ -173,7 +173,7 @@ def test_a_count_that_shows_the_end_of_one_request_does_not_end_two(harness, job
     assert is_over(second, 1)
 
 
-def test_a_count_of_too_few_runs_for_a_while_ends_the_wait(harness, server, job_id, monkeypatch) -> None:
+def test_reports_of_too_few_runs_for_a_while_end_the_wait(harness, server, job_id, monkeypatch) -> None:
     monkeypatch.setattr(run_health, "_FEW_RUNS_S", 0.05)
     harness.register(2, poll_interval=0.001)
     harness.submit()
@@ -230,7 +230,7 @@ def test_a_worker_reports_what_a_resumed_run_waits_for(harness, server, worker, 
     assert worker.awaits == {}
 
 
-def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_has_sent_nothing(
+def test_a_worker_that_stops_while_it_waits_hands_the_job_over_and_sends_no_request(
     harness, server, worker, job_id
 ) -> None:
     _set_reports(server, [SILENT, SILENT], before_last=worker.heartbeat.stop_all)

@@ -277,7 +277,7 @@ def _call_outcome(
         (None, True, True),  # The server has no cancel request.
     ],
 )
-def test_what_a_cancel_frees_is_as_the_server_is_described(
+def test_the_description_of_a_server_decides_whether_a_cancel_releases_the_slot(
     harness, monkeypatch, frees_slot, continues, server_still_running
 ) -> None:
     outcome = _call_outcome(harness, monkeypatch, ConfirmingSession(frees_slot, continues), canceled=True)

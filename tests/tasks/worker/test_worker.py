@@ -164,7 +164,7 @@ def _worker_with_process_lock(harness: Harness, folder: Path) -> Worker:
 
 
 @sqlite
-def test_a_worker_that_ends_in_order_removes_its_process_lock(
+def test_a_worker_that_ends_regularly_removes_its_process_lock(
     harness: Harness, worker: StartOnlyWorker, tmp_path: Path
 ) -> None:
     other = _worker_with_process_lock(harness, tmp_path)

@@ -74,7 +74,7 @@ def test_a_port_accepts_connections_during_a_blackhole(proxy_port: ProxyPort) ->
         assert receives_nothing(client)
 
 
-def test_a_delay_makes_everything_late_and_loses_nothing(proxy_port: ProxyPort, listener: Listener) -> None:
+def test_a_delay_delays_all_data_and_loses_none(proxy_port: ProxyPort, listener: Listener) -> None:
     connection = listener.connect_through(proxy_port.port)
     proxy_port.delay(0.05)
     began = time.monotonic()

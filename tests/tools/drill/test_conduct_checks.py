@@ -58,7 +58,7 @@ def test_a_retry_without_an_error_of_the_server_is_undue(why: Reason, outcome: s
     assert len(undue_retries(failed_attempt(why), [])) == 1
 
 
-def test_what_costs_nothing_is_no_retry() -> None:
+def test_an_attempt_that_costs_nothing_is_not_counted_as_a_retry() -> None:
     assert (
         undue_retries(failed_attempt(Reason.SERVER_BUSY), [])
         == undue_retries(failed_attempt(Reason.HANDED_BACK), [])
@@ -85,7 +85,7 @@ def test_a_run_lasts_until_its_end_is_stored() -> None:
     assert len(undue_crashes(failed_attempt(Reason.LEASE_EXPIRED, 10, 30), runs, [(36 * S, 37 * S)], 0)) == 1
 
 
-def test_with_a_wrong_clock_a_run_ends_when_the_next_one_begins_at_the_latest() -> None:
+def test_with_a_wrong_clock_a_run_ends_at_the_latest_when_the_next_one_begins() -> None:
     runs = [run("j", 10, 10.1), run("j", 30, 31, attempt=2)]
     assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), runs, [(24 * S, 25 * S)], None) == []
     assert len(undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), runs, [(36 * S, 37 * S)], None)) == 1
@@ -146,7 +146,7 @@ def test_a_job_pays_for_no_failure_and_balances_agree() -> None:
 HALF = Limit("slots of a", frozenset({"a"}), 1, 100 * S, 200 * S)
 
 
-def test_a_run_beside_more_than_the_limit_is_over_it() -> None:
+def test_a_run_that_exceeds_a_limit_of_concurrent_runs_is_found() -> None:
     assert over_limits([run("1", 110, 130), run("2", 131, 140)], [HALF]) == []
     assert over_limits([run("1", 110, 130), run("2", 120, 140)], [HALF]) == ["2 on a beside 1 others: slots of a"]
 
@@ -157,7 +157,7 @@ def test_a_limit_binds_only_what_starts_while_it_holds_and_where_it_does() -> No
     assert over_limits([before, at_first, after, elsewhere], [HALF]) == []
 
 
-def test_where_nothing_may_start_a_single_run_is_over_the_limit() -> None:
+def test_a_single_run_during_a_drain_exceeds_the_limit() -> None:
     assert over_limits([run("1", 110, 130)], [Limit("drain of a", frozenset({"a"}), 0, 100 * S, 200 * S)])
 
 
@@ -230,7 +230,7 @@ def test_a_job_that_waits_beside_a_free_slot_for_long_is_stuck() -> None:
     assert find_stuck(WAITS, WAITS, WAITS) == {"j": "waits beside a free slot"}
 
 
-def test_a_job_that_moves_in_between_is_not_stuck() -> None:
+def test_a_job_that_runs_between_two_snapshots_is_not_stuck() -> None:
     assert find_stuck(WAITS, WAITS, RUNS, WAITS, WAITS) == {}
 
 

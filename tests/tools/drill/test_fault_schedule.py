@@ -38,7 +38,7 @@ def test_faults_are_in_order_within_the_time_and_about_as_often_as_requested(see
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_happens_to_a_process_that_is_down(seed: int) -> None:
+def test_no_fault_is_scheduled_for_a_process_that_is_down(seed: int) -> None:
     undone_at: dict[str, float] = {}
     for fault in schedule(seed, tuple(Kind), AMONG, 300, 1):
         assert fault.at_s > undone_at.get(fault.target, 0)
@@ -54,7 +54,7 @@ def test_two_operators_never_change_one_model_at_once() -> None:
 
 
 @pytest.mark.parametrize("every_s", [0.5, 5.0])
-def test_a_count_gives_exactly_so_many_faults(every_s: float) -> None:
+def test_a_count_gives_exactly_that_number_of_faults(every_s: float) -> None:
     faults = schedule(3, (Kind.WORKER,), AMONG, 1, every_s, count=400)
     assert len(faults) == 400
     assert faults[-1].at_s == pytest.approx(400 * every_s, rel=0.5)
@@ -66,7 +66,7 @@ def test_every_kind_is_about_equally_often() -> None:
     assert max(counts.values()) - min(counts.values()) <= 3
 
 
-def test_only_requested_kinds_happen() -> None:
+def test_only_requested_kinds_of_faults_are_scheduled() -> None:
     assert {fault.kind for fault in schedule(1, (Kind.WEB, Kind.BEAT), AMONG, 300, 5)} == {Kind.WEB, Kind.BEAT}
     assert schedule(1, (), AMONG, 300, 5) == []
 

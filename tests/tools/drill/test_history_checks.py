@@ -131,7 +131,7 @@ def test_a_job_that_starts_after_a_later_one_of_its_lane_was_overtaken() -> None
     assert findings.overtaken == [Overtaken("j2", "j3", 12 * MS, 14 * MS, 3 * MS, 4 * MS)]
 
 
-def test_of_two_that_were_submitted_at_the_same_time_either_may_be_first() -> None:
+def test_two_jobs_submitted_at_the_same_time_may_start_in_either_order() -> None:
     receipts = [Receipt("j1", "zimg", 5, 0, 10 * MS), Receipt("j2", "zimg", 5, 9 * MS, 12 * MS)]
     record = {name: Recorded(State.COMPLETED, COMPLETED) for name in ("j1", "j2")}
     assert check(Evidence(receipts, [run("j2", 20, 21), run("j1", 22, 23)], record)).overtaken == []
@@ -165,7 +165,7 @@ def test_turns_decide_instead_of_starts_if_all_are_known() -> None:
         ("job.canceled", "job.enqueued"),
     ],
 )
-def test_nothing_follows_a_final_state(events: tuple[str, ...]) -> None:
+def test_an_event_after_a_final_state_is_found(events: tuple[str, ...]) -> None:
     assert is_reversed(("job.enqueued", *events))
     evidence = clean()
     findings = check(replace(evidence, record={**evidence.record, "j1": Recorded(State.COMPLETED, events)}))

@@ -29,7 +29,7 @@ def _post(url: str, job_id: str, attempt: int = 1, **payload: object) -> request
     return requests.post(url, json={"number": 7, "seconds": 0, **payload}, headers=headers, timeout=30)
 
 
-def test_it_runs_each_request_and_counts_concurrent_runs(url: str, tmp_path: Path) -> None:
+def test_the_plain_server_runs_each_request_and_counts_concurrent_runs(url: str, tmp_path: Path) -> None:
     with requests.Session() as session, pytest.raises(requests.ReadTimeout):
         session.post(url, json={"seconds": 60}, headers={"X-Job-Id": "j1", "X-Attempt": "1"}, timeout=1)
     assert requests.get(f"{url}/health", timeout=5).json() == {"active_jobs": 1, "job_ids": ["j1"]}
@@ -37,7 +37,7 @@ def test_it_runs_each_request_and_counts_concurrent_runs(url: str, tmp_path: Pat
     assert crowded_starts("a", tmp_path / "starts", 1) == ["j1 attempt 1 on a: 2 runs, 1 slots"]
 
 
-def test_it_fails_and_garbles_first_attempts(url: str, tmp_path: Path) -> None:
+def test_the_plain_server_fails_and_garbles_first_attempts(url: str, tmp_path: Path) -> None:
     assert _post(url, "j1", fails=1).status_code == 500
     assert "NaN" in _post(url, "j2", garbles=1).text
     assert json.loads(_post(url, "j1", attempt=2, fails=1).text)["result"] == {"number": 7}

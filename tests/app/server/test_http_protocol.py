@@ -520,7 +520,7 @@ def test_the_next_request_is_read_when_a_response_is_sent(address: tuple[str, in
         assert _statuses(b"".join(iter(lambda: connection.recv(1 << 16), b""))) == [200]
 
 
-def test_with_a_certificate_the_server_uses_tls(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_uses_tls(tmp_path: Path) -> None:
     file = str(self_signed(tmp_path / "web.pem"))
     with serving(_application(tls_certificate=file)) as web:
         url = f"https://127.0.0.1:{web.address[1]}/a"

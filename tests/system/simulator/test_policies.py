@@ -39,7 +39,7 @@ def worst_overtaking_ms(jobs: Sequence[Job], step_ms: int) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("step_s", [0.5, 20, 600])
-def test_aging_no_job_is_overtaken_by_one_accepted_more_than_the_head_start_later(play, seed, step_s):
+def test_aging_lets_no_job_overtake_a_job_that_was_accepted_more_than_the_head_start_earlier(play, seed, step_s):
     slots = random.Random(seed).randint(1, 4)
     catalog = a_catalog(slots, policy="aging", tier_head_start=float(step_s))
     jobs = play(a_scenario(bursty(seed, 1000, 2000 / slots), catalog)).jobs

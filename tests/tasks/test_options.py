@@ -111,7 +111,7 @@ def test_an_invalid_argument_is_refused_by_name(args, kwargs, field, detail):
         *("retry", "retry_policy", "delivery_mode", "mandatory", "immediate", "headers", "serializer", "compression"),
     ],
 )
-def test_an_option_that_means_nothing_to_a_job_is_refused_by_name(name):
+def test_an_option_without_a_meaning_for_jobs_is_refused_by_name(name):
     refusal = _refusal("zimg", **{name: 7})
     assert refusal.field == name
     assert refusal.detail.startswith(f"{name} means nothing to a job: ")

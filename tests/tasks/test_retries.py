@@ -197,7 +197,7 @@ def _second_reason(harness: Harness, first: Outcome, second: Outcome) -> Reason:
 
 
 @pytest.mark.parametrize("character", [7, 1234])
-def test_the_same_unreadable_answer_twice_makes_a_job_dead(harness: Harness, character: int) -> None:
+def test_a_second_equal_unreadable_response_makes_a_job_dead(harness: Harness, character: int) -> None:
     first, second = _bad_answer("NaN at character 7"), _bad_answer(f"NaN at character {character}")
     assert _second_reason(harness, first, second) is Reason.RETRIES_EXHAUSTED
 

@@ -191,7 +191,7 @@ def test_an_event_has_the_worker_the_time_and_the_result_of_the_run(app: Celery,
     assert (events[-1]["runtime"], events[-1]["result"]) == (2, '{"url":"x"}')
 
 
-def test_a_broker_that_was_unavailable_receives_all_events_in_order_when_it_is_back(
+def test_a_broker_receives_the_events_of_its_outage_in_order_after_the_outage(
     app: Celery, store: JobStore, broker: Valkey
 ) -> None:
     relay = _relay(app, store.database)

@@ -465,7 +465,7 @@ def test_a_remote_id_that_would_change_the_path_is_not_requested(start_server, r
     assert http_server.connections == 0
 
 
-def test_status_steps_are_sent_in_order_until_one_decides(start_server):
+def test_status_steps_are_sent_in_order_until_one_gives_an_outcome(start_server):
     description = describe(status=[{"rules": [{"if": {"status": 404}, "then": "next"}]}, {"path": "/archive/{{id}}"}])
     server, http_server = start_server(
         lambda seen: answer({}, 404) if seen.path.startswith("/status") else answer(DONE), description

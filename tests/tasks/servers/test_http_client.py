@@ -334,7 +334,7 @@ def test_many_connections_with_tiny_pieces_take_turns(scripted, loop, monkeypatc
     assert [reply.body for reply in loop.wait_for(send_four())] == [b"ab" * 20_000] * 4
 
 
-def test_data_that_wait_for_their_turn_are_parsed_when_the_connection_closes(scripted, loop, monkeypatch):
+def test_received_data_that_are_not_parsed_yet_are_parsed_when_the_connection_closes(scripted, loop, monkeypatch):
     monkeypatch.setattr(http_connection, "_TURN_S", 0.0)
 
     def act(sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ class Handler:
 
 
 @pytest.mark.parametrize("unrequested", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno"])
-def test_a_connection_with_data_that_wait_for_their_turn_is_not_used_again(
+def test_a_connection_with_received_data_that_are_not_parsed_yet_is_not_reused(
     unrequested: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The response ends where its connection's turn is over, and the server has sent more than that."""

@@ -82,7 +82,7 @@ def test_only_three_presets_have_no_signs():
     assert set(presets.names()) - with_signs == {GENERIC, "runpod-endpoint", "cog-stream"}
 
 
-def test_for_a_server_without_signs_the_generic_preset_is_tried(scripted):
+def test_the_generic_preset_is_tried_on_a_server_without_signs(scripted):
     found = run_recognize(scripted(always(answer(b"hello"))).url)
     assert (found.is_there, found.preset) == (True, GENERIC)
 

@@ -73,7 +73,7 @@ def test_a_busy_response_costs_nothing_and_its_retry_after_is_obeyed(status):
 
 
 @pytest.mark.parametrize("status", [502, 504])
-def test_a_bad_gateway_is_the_servers_fault_and_costs_no_retry(status):
+def test_a_bad_gateway_response_counts_as_unreachable_and_costs_no_retry(status):
     outcome = submitted(response(b"<html>", status))
     assert (outcome.kind, outcome.code) == (OutcomeKind.UNREACHABLE, "bad_gateway")
 
@@ -114,7 +114,7 @@ def test_an_error_that_the_server_calls_retryable_is_not_final():
     assert submitted(response({"error": "later", "retryable": True}, 400)).kind is OutcomeKind.RETRY
 
 
-def test_only_when_up_belongs_to_a_final_rule_of_submit():
+def test_only_when_up_is_allowed_only_in_a_failed_rule_of_submit():
     with pytest.raises(ValueError, match="belongs to a rule whose `then` is 'failed'"):
         with_rules({"if": {"status": 406}, "then": "retry", "only_when_up": True})
     with pytest.raises(ValueError, match="a rule of submit alone"):

@@ -97,7 +97,7 @@ def test_the_error_of_an_unknown_name_lists_the_allowed_names():
     assert "run/swap," not in str(raised.value) and "secret/NAME" in str(raised.value)
 
 
-def test_in_a_longer_string_a_value_is_inserted_as_text():
+def test_a_value_in_a_longer_string_is_inserted_as_text():
     assert fill_body("{{payload/n}} times {{payload/prompt}}, {{payload/on}} {{payload/list}}") == (
         '3 times a cat, true [1,{"x":2}]'
     )

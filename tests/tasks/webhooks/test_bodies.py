@@ -157,7 +157,7 @@ def test_an_invalid_template_is_refused_with_an_explanation(template: Any) -> No
     assert refusal_message(template).startswith("template ")
 
 
-def test_the_largest_template_makes_a_bounded_body() -> None:
+def test_the_largest_template_gives_a_body_of_limited_size() -> None:
     template = {"a": "{{error.message}}" * MAX_TEMPLATE_NAMES}
     body = message_body(MESSAGE, {"error": {"message": "x" * 1_000_000}}, validate_template(template))
     assert len(body) <= MAX_TEMPLATE_BYTES + MAX_TEMPLATE_NAMES * (MAX_VALUE_CHARS + 3)

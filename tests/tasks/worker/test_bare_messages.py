@@ -48,7 +48,7 @@ def _a_bare_message(job_id: str) -> Iterator[None]:
 
 
 @sqlite
-def test_a_bare_message_goes_back_to_the_broker_when_the_database_stays_away(
+def test_a_bare_message_is_returned_to_the_broker_if_the_database_stays_down(
     harness: Harness, pauses: Pauses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message is the only copy of the job."""

@@ -1,4 +1,4 @@
-"""Starts that fail: the job goes back to its place, or keeps its lease until it is known whether it runs."""
+"""Starts that fail: the job returns to its position in the queue, or keeps its lease until it is known whether it runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def completing_worker(harness: Harness) -> Iterator[CompletingWorker]:
 
 @pytest.mark.parametrize("deliver", ["start", "start_claimed"])
 @sqlite
-def test_a_job_that_cannot_be_started_goes_back_to_its_place_and_is_not_offered_at_once(
+def test_a_job_that_cannot_be_started_returns_to_its_position_and_is_not_offered_at_once(
     harness: Harness, worker: StartOnlyWorker, monkeypatch: pytest.MonkeyPatch, deliver: str
 ) -> None:
     """The database is down: without a pause the slot would be offered and released in an endless loop."""

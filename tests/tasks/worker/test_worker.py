@@ -104,7 +104,7 @@ def test_a_second_stop_signal_does_not_start_the_grace_time_again(
 
 
 @sqlite
-def test_a_run_that_begins_after_the_grace_time_is_handed_back_too(harness: Harness, worker: StartOnlyWorker) -> None:
+def test_a_run_that_begins_after_the_grace_time_is_stopped_at_once(harness: Harness, worker: StartOnlyWorker) -> None:
     """The worker had read its message before it stopped its other runs."""
     harness.register()
     harness.submit()

@@ -38,7 +38,7 @@ def test_a_reset_closes_both_ends_and_the_next_connection_is_accepted(
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_a_blackhole_in_one_direction_lets_the_other_pass(
+def test_a_blackhole_in_one_direction_forwards_the_data_of_the_other(
     proxy_port: ProxyPort, listener: Listener, direction: Direction
 ) -> None:
     connection = listener.connect_through(proxy_port.port)

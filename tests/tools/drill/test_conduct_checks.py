@@ -95,7 +95,7 @@ def test_without_a_trusted_clock_a_run_that_no_server_saw_is_skipped() -> None:
     assert undue_crashes(failed_attempt(Reason.LEASE_EXPIRED), [], [], None) == []
 
 
-def test_an_end_that_is_no_crash_needs_no_killed_process() -> None:
+def test_an_end_without_a_crash_requires_no_killed_process() -> None:
     assert undue_crashes(failed_attempt(Reason.SERVER_UNREACHABLE), [run("j", 10, 20)], [], 0) == []
 
 
@@ -194,11 +194,11 @@ def test_a_pending_webhook_is_missing_only_if_it_is_overdue() -> None:
     assert wrong_webhooks([], PendingMessage("w", "j", "pending", overdue=True)) == {"webhooks not told"}
 
 
-def test_a_webhook_that_waits_too_long_is_put_off() -> None:
+def test_a_webhook_that_waits_too_long_is_reported_as_put_off() -> None:
     assert wrong_webhooks([], PendingMessage("w", "j", "pending", put_off=True)) == {"webhooks put off"}
 
 
-def test_a_webhook_that_was_given_up_is_wrong() -> None:
+def test_a_webhook_that_was_given_up_is_reported() -> None:
     assert wrong_webhooks([delivery()], PendingMessage("w", "j", "given_up")) == {"webhooks given up"}
 
 

@@ -97,7 +97,7 @@ def test_a_database_that_the_drill_did_not_start_is_not_killed() -> None:
     assert unavailable_reason(Kind.COMMITS, "postgresql://somewhere/else") is None
 
 
-def test_faults_of_clocks_are_left_out_with_a_reason_without_libfaketime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_clocks_are_left_out_with_a_reason_if_libfaketime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_clocks, "library", lambda: None)
     assert "apt-get install faketime" in str(unavailable_reason(Kind.CLOCK, "sqlite"))
 

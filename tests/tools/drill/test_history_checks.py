@@ -95,7 +95,7 @@ def test_a_second_run_after_one_that_failed_is_no_duplicate(outcome: str) -> Non
     assert violations(check(replace(evidence, runs=[*runs, run("j1", 40, 50, attempt=2)]))) == set()
 
 
-def test_two_runs_at_once_in_one_slot_overlap() -> None:
+def test_two_concurrent_runs_in_one_slot_are_reported_as_an_overlap() -> None:
     evidence = clean()
     runs = [replace(run, started_ns=19 * MS) if run.job_id == "j4" else run for run in evidence.runs]
     findings = check(replace(evidence, runs=runs, slots={"a": 3}))
@@ -111,7 +111,7 @@ def test_more_runs_at_once_than_slots_overlap_in_any_slot() -> None:
     assert "the 2 slots of a" in findings.overlaps[0].what
 
 
-def test_one_job_running_on_two_servers_at_once_overlaps() -> None:
+def test_a_job_that_runs_on_two_servers_at_once_is_reported_as_an_overlap() -> None:
     evidence = clean()
     findings = check(replace(evidence, runs=[*evidence.runs, run("j1", 15, 18, server="b", outcome="cut")]))
     assert violations(findings) == {"overlaps"}
@@ -123,7 +123,7 @@ def test_a_run_that_starts_when_another_ends_does_not_overlap() -> None:
     assert check(evidence).overlaps == []
 
 
-def test_a_job_that_starts_after_a_later_one_of_its_lane_was_overtaken() -> None:
+def test_a_job_that_starts_after_a_later_job_of_its_lane_is_reported_as_overtaken() -> None:
     evidence = clean()
     starts = {"j1": 10, "j3": 12, "j2": 14, "j4": 16}
     findings = check(replace(evidence, runs=[run(job, at, at + 1) for job, at in starts.items()]))

@@ -1,4 +1,4 @@
-"""Starts that fail: the job returns to its position in the queue, or keeps its lease until it is known whether it runs."""
+"""Starts that fail: the job returns to its position, or keeps its lease until it is known whether it runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

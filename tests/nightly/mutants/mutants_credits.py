@@ -17,7 +17,7 @@ MUTANTS = [
         "failures are charged",
         f"{_CREDITS}:settle",
         swap("why in CHARGED_ENDS", "True"),
-        kills=["test_what_was_not_the_customers_fault_costs_nothing"],
+        kills=["test_a_run_that_ends_through_no_fault_of_the_customer_costs_nothing"],
         breaks="what a failure costs",
         still="test_a_job_holds_credits_until_its_end_charges_the_time_of_its_slot",
     ),
@@ -61,7 +61,7 @@ MUTANTS = [
         "an earlier tenant's key names a later one's act",
         "slotkeeper.registry.credit_accounts:_reference",
         swap('f"{account.opened_ms} {act.reference}"', "act.reference"),
-        kills=["test_what_an_earlier_tenant_of_the_name_had_is_carried_apart"],
+        kills=["test_the_transfers_of_an_earlier_tenant_of_the_same_name_are_carried_separately"],
         breaks="CREDIT-1",
     ),
     Mutant(

@@ -25,7 +25,7 @@ MUTANTS = [
         "a failing disk counts as having stored",
         "slotkeeper.db.group_commit:GroupCommit._sync_entries",
         drop("entry.fail(commit_unknown(first_line(error)))"),
-        kills=["test_what_the_disk_may_not_have_is_not_called_stored_nor_refused"],
+        kills=["test_a_write_whose_sync_fails_is_reported_as_unknown"],
         breaks="JOB-3",
     ),
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS = [
             'acts_are_not_changed BEFORE UPDATE ON events WHEN OLD.actor IS NOT NULL "',
             'acts_are_not_changed BEFORE UPDATE ON events WHEN OLD.id < 0 "',
         ),
-        kills=["test_the_database_refuses_to_change_or_remove_an_act"],
+        kills=["test_the_database_refuses_to_change_or_delete_an_audit_entry"],
         breaks="audit",
         still="test_acts_are_found_by_actor_server_model_and_time",
     ),
@@ -132,7 +132,7 @@ MUTANTS = [
         "a clock that is set moves no stored time",
         "slotkeeper.db.shared_clock:ClockSynchronizer._replace",
         swap("move_times(tx.connection, by_ms)", "0"),
-        kills=["test_what_was_asked_in_seconds_moves_and_a_time_stays"],
+        kills=["test_a_time_given_in_seconds_moves_with_the_clock_and_an_absolute_time_stays"],
         breaks="deadlines",
     ),
     Mutant(

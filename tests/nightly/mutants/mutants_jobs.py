@@ -116,7 +116,7 @@ MUTANTS = [
         drop("statement = statement.where(jobs.c.attempt"),
         kills=[
             "test_lease_3_a_settle_under_an_old_token_changes_nothing",
-            "test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+            "test_a_worker_whose_lease_was_reaped_can_neither_renew_nor_release_nor_settle",
         ],
         breaks="LEASE-3",
     ),
@@ -199,7 +199,7 @@ MUTANTS = [
             "(State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, Budget.WAITS)",
             "(State.RUNNING, Reason.SERVER_UNREACHABLE): Edge(State.QUEUED, Budget.CRASHES)",
         ),
-        kills=["test_a_day_without_its_server_costs_a_job_nothing"],
+        kills=["test_a_job_whose_server_is_unreachable_for_a_day_uses_no_attempt"],
         breaks="charges",
     ),
 ]

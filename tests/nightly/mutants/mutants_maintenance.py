@@ -119,7 +119,7 @@ MUTANTS = [
             "event_reader.list_queued_between(database, last, last, rebuild.JOBS_AT_ONCE)",
         ),
         kills=[
-            "test_what_another_process_queued_while_it_did_not_reach_redis_is_swept",
+            "test_a_job_that_another_process_accepted_without_redis_is_swept",
             "test_a_job_revived_by_a_process_without_redis_is_swept",
             "test_a_job_whose_promoter_died_is_swept",
         ],
@@ -147,7 +147,7 @@ MUTANTS = [
         "a queue that is gone is forgotten with its leases",
         "routing.queue.fleets:Fleets.remove_unknown",
         swap("[fleet for fleet in unknown if fleet not in holding]", "unknown"),
-        kills=["test_the_keys_of_a_fleet_that_is_gone_stay_while_it_holds_a_lease"],
+        kills=["test_the_keys_of_a_removed_fleet_are_kept_while_it_holds_a_lease"],
         breaks="LEASE-1",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         swap("lease.owner in dead", "lease.owner"),
         kills=[
             "test_the_run_of_a_killed_worker_is_offered_again_at_once_on_its_slot_and_a_live_ones_is_kept",
-            "test_a_slot_that_drains_and_what_another_reaper_has_seized_are_left_alone",
+            "test_a_quarantined_slot_and_a_lease_that_another_reaper_has_seized_are_not_reaped",
         ],
         breaks="LEASE-4",
         still="test_a_claim_of_a_killed_worker_without_a_start_costs_the_job_nothing",
@@ -220,7 +220,7 @@ MUTANTS = [
         "routing.maintenance.server_report:_compare_ids",
         swap("not lease.names & running and lease.age_ms >= MIN_AGE_MS", "not lease.names & running"),
         kills=[
-            "test_a_lease_younger_than_five_seconds_is_no_ghost",
+            "test_a_lease_younger_than_five_seconds_is_not_stale",
             "test_a_run_younger_than_five_seconds_is_never_suspected",
         ],
         breaks="charges",
@@ -260,7 +260,7 @@ MUTANTS = [
         "a run that its server may just have ended is given up",
         "routing.maintenance.server_checks:ServerChecks._answer_takes_ms",
         always("job.remote_id is None"),
-        kills=["test_a_run_that_has_an_id_at_its_server_is_no_ghost_its_result_is_asked_for_by_that_id"],
+        kills=["test_a_run_with_a_remote_id_is_not_stale_and_its_result_is_requested_by_that_id"],
         breaks="charges",
     ),
     Mutant(

@@ -20,7 +20,7 @@ MUTANTS = [
             "test_a_process_does_not_take_itself_for_dead",
         ],
         breaks="LEASE-4",
-        still="test_who_ends_in_order_leaves_nothing",
+        still="test_a_process_that_releases_its_lock_leaves_no_file",
     ),
     Mutant(
         "a lock file of another kernel is believed",
@@ -29,9 +29,9 @@ MUTANTS = [
             'f"{read_boot_id()} {found.st_dev} {found.st_ino} {name}\\n"',
             'f"{len(read_boot_id()) * 0} {found.st_dev} {found.st_ino} {name}\\n"',
         ),
-        kills=["test_what_another_kernel_wrote_proves_nothing"],
+        kills=["test_a_file_of_another_boot_does_not_prove_that_its_process_has_ended"],
         breaks="LEASE-4",
-        still="test_who_ends_in_order_leaves_nothing",
+        still="test_a_process_that_releases_its_lock_leaves_no_file",
     ),
     Mutant(
         "a file under another name proves a process dead",
@@ -39,7 +39,7 @@ MUTANTS = [
         swap("path == self._path(name)", "True"),
         kills=["test_a_renamed_file_does_not_prove_the_end_of_another_process"],
         breaks="LEASE-4",
-        still="test_who_ends_in_order_leaves_nothing",
+        still="test_a_process_that_releases_its_lock_leaves_no_file",
     ),
     Mutant(
         "the text of any error is logged",
@@ -77,7 +77,7 @@ MUTANTS = [
         "control characters are printed as they came",
         "app.terminal:echo",
         swap("escape_controls(text)", "text"),
-        kills=["test_what_a_command_prints_is_text_and_nothing_else"],
+        kills=["test_the_output_of_a_command_contains_no_control_characters"],
         breaks="terminal injection",
         still="test_json_text_is_the_same_value",
     ),

@@ -21,7 +21,7 @@ MUTANTS = [
         "a start from an older queue is stored",
         "slotkeeper.jobs.statements:_update_one",
         drop("statement = statement.where(queue_epochs.is_current())"),
-        kills=["test_slot_1_a_start_on_its_way_while_the_queue_is_filled_again_shares_its_slot_with_none"],
+        kills=["test_slot_1_a_start_during_a_refill_of_the_queue_shares_its_slot_with_no_other_run"],
         breaks="QUEUE-2",
     ),
     Mutant(
@@ -42,7 +42,7 @@ MUTANTS = [
         "the queue of a replaced primary stays open",
         "routing.maintenance.sweep:Sweeper.sweep",
         drop("self._leave_stale_queues(counts)"),
-        kills=["test_a_queue_that_is_older_than_the_newest_is_left_and_then_filled_again"],
+        kills=["test_a_queue_with_an_old_epoch_is_kept_by_the_first_sweep_and_refilled_by_a_later_sweep"],
         breaks="QUEUE-2",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = [
         "lua:enqueue",
         lua_swap("if leased[n] then", "if leased[n] == 0 then"),
         kills=[
-            "test_a_job_that_waits_or_is_offered_is_left_as_it_is",
+            "test_enqueuing_a_queued_or_offered_job_again_changes_nothing",
             "test_a_sweep_leaves_waiting_jobs_where_they_are",
         ],
         breaks="LEASE-1",
@@ -175,7 +175,7 @@ MUTANTS = [
         "a slot that is not free stays in the index of its kind",
         "lua:lib/slots",
         lua_swap('if entry then redis.call("ZREM", free_key(kind_of(entry)), slot) end', ""),
-        kills=["test_all_that_is_derived_is_what_the_plain_data_give_whatever_is_done"],
+        kills=["test_derived_data_always_equal_the_values_computed_from_the_plain_data"],
         breaks="SLOT-2",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
         "the same kind of server is looked at first for ever",
         "lua:lib/offers",
         lua_swap('redis.call("ZADD", ready_key(), get_number(META, "offers") + 1, kind)', ""),
-        kills=["test_if_very_many_groups_wait_each_kind_of_server_has_its_turn"],
+        kills=["test_with_very_many_groups_each_kind_of_server_gets_its_turn"],
         breaks="ORDER-1",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "a paused tenant is served",
         "lua:lib/rules",
         lua_swap('if is_stopped(state) then return "tenant_" .. state end', ""),
-        kills=["test_a_paused_tenant_waits_and_keeps_its_place"],
+        kills=["test_the_jobs_of_a_paused_tenant_stay_queued_until_the_tenant_is_resumed"],
         breaks="pauses",
         still="test_a_slot_without_a_job_stays_free",
     ),
@@ -334,7 +334,7 @@ MUTANTS = [
             "record_failure(stats, job, now, settings, not failed_before, in_a_row)",
             "record_failure(stats, job, now, settings, true, in_a_row)",
         ),
-        kills=["test_success_in_between_and_one_job_that_fails_again_and_again_open_nothing"],
+        kills=["test_interrupted_failures_and_repeated_failures_of_one_job_do_not_open_the_breaker"],
         breaks="breakers",
         still="test_a_slot_without_a_job_stays_free",
     ),
@@ -344,7 +344,7 @@ MUTANTS = [
         swap("explain_not_single(redis) or explain_eviction(redis)", "explain_eviction(redis)"),
         kills=["test_every_process_refuses_it_at_start_with_one_sentence"],
         breaks="suitable Redis",
-        still="test_a_redis_that_is_away_is_not_refused",
+        still="test_an_unreachable_redis_is_not_refused_at_start",
     ),
     Mutant(
         "more offers are open than workers have places",
@@ -370,7 +370,7 @@ MUTANTS = [
             'is_holder(lease, offer.lease, "") then',
             'is_holder(lease, offer.lease, "") and not is_holder(lease, offer.lease, owner) then',
         ),
-        kills=["test_what_one_has_claimed_cannot_be_claimed_again"],
+        kills=["test_a_claimed_offer_cannot_be_claimed_again_by_its_owner"],
         breaks="LEASE-1",
     ),
     Mutant(
@@ -467,7 +467,7 @@ MUTANTS = [
         ),
         kills=[
             "test_only_the_holder_releases_a_lease",
-            "test_a_worker_that_wakes_too_late_can_neither_renew_nor_release_nor_settle",
+            "test_a_worker_whose_lease_was_reaped_can_neither_renew_nor_release_nor_settle",
         ],
         breaks="LEASE-4",
     ),
@@ -475,7 +475,7 @@ MUTANTS = [
         "any lease can be seized",
         "lua:seize",
         lua_swap('if not is_held_by(job, lease.name, lease.owner) then return "" end', ""),
-        kills=["test_only_the_lease_that_was_seen_can_be_seized"],
+        kills=["test_a_lease_that_differs_from_the_observed_lease_cannot_be_seized"],
         breaks="LEASE-4",
     ),
     Mutant(
@@ -483,7 +483,7 @@ MUTANTS = [
         "lua:seize",
         lua_swap('if only_expired and tonumber(redis.call("ZSCORE", LEASES, job) or "0") > now then return "" end', ""),
         kills=[
-            "test_a_lease_that_was_renewed_meanwhile_is_not_seized_as_expired",
+            "test_a_lease_that_was_renewed_in_the_meantime_is_not_seized_as_expired",
             "test_a_lease_that_is_renewed_between_the_reapers_read_and_write_is_not_reaped",
         ],
         breaks="LEASE-4",
@@ -492,7 +492,7 @@ MUTANTS = [
         "a lease is restored for a waiting job",
         "lua:restore_leases",
         lua_swap("if not waits and", "if"),
-        kills=["test_a_job_that_waits_again_is_given_no_lease_by_a_late_restore"],
+        kills=["test_a_late_restore_gives_no_lease_to_a_job_that_waits_again"],
         breaks="LEASE-1",
     ),
     Mutant(
@@ -506,7 +506,7 @@ MUTANTS = [
         "health ends a cooldown that its server asked for",
         "lua:cool_down",
         lua_swap("local may_move = named_ms <= now", "local may_move = true"),
-        kills=["test_a_time_that_a_server_asked_for_is_not_ended_by_its_health"],
+        kills=["test_a_health_check_does_not_end_a_cooldown_that_the_server_requested"],
         breaks="SLOT-2",
         still="test_a_busy_server_is_checked_at_once_and_used_when_it_reports_a_free_slot",
     ),

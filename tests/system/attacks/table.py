@@ -49,7 +49,7 @@ TABLE = [
         "it is refused with 400, whether it comes at once or byte by byte",
         "nothing behind it is read",
         (
-            f"{CONNECTION}test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read",
+            f"{CONNECTION}test_an_ambiguous_request_is_refused_and_no_later_request_is_parsed",
             f"{CONNECTION}test_an_ambiguous_request_is_refused_also_if_its_bytes_arrive_one_by_one",
         ),
     ),
@@ -82,7 +82,7 @@ TABLE = [
         "their requests are not begun",
         "no thread sleeps for them",
         (
-            f"{CONNECTION}test_who_waits_for_a_thread_and_has_gone_is_not_worked_for",
+            f"{CONNECTION}test_a_request_whose_client_disconnects_while_it_waits_for_a_thread_is_not_handled",
             f"{STREAMS}test_a_request_above_the_limit_does_not_wait_and_a_closed_one_frees_its_place",
         ),
     ),
@@ -91,7 +91,7 @@ TABLE = [
         "a line end in what the application puts into a header",
         "it begins no other header",
         "the connection goes on",
-        (f"{CONNECTION}test_no_header_of_an_answer_begins_another",),
+        (f"{CONNECTION}test_a_line_break_in_a_response_header_starts_no_new_header",),
     ),
     # -- bodies --------------------------------------------------------------------------------------------------------
     Row(
@@ -112,7 +112,7 @@ TABLE = [
         "bodies that break off, by each way of breaking off, in both framings",
         _SERVED,
         _NOTHING,
-        (f"{ATTACK}bodies that break off", f"{API}test_submit.py::test_a_body_that_broke_off_is_refused_whole"),
+        (f"{ATTACK}bodies that break off", f"{API}test_submit.py::test_an_incomplete_request_body_is_refused"),
     ),
     Row(
         "bodies",
@@ -123,8 +123,8 @@ TABLE = [
             f"{ATTACK}bodies that cost",
             f"{ATTACK}bodies that cost, for a minute",
             f"{ATTACK}batches that cost, for a minute",
-            f"{API}test_submit.py::test_of_a_batch_that_is_too_long_no_more_is_read_than_it_takes_to_know",
-            f"{API}test_submit.py::test_what_is_nested_beside_a_long_number_is_no_fault_of_the_server",
+            f"{API}test_submit.py::test_an_overlong_batch_is_refused_at_its_first_invalid_job_without_parsing_the_rest",
+            f"{API}test_submit.py::test_deep_nesting_beside_a_long_integer_is_a_client_error",
         ),
     ),
     Row(
@@ -167,7 +167,7 @@ TABLE = [
         "a rotation ends it",
         (
             "tests/tasks/security/test_keyring.py::test_no_two_purposes_tenants_or_rotations_share_a_key",
-            "tests/tasks/security/test_keyring.py::test_who_can_verify_webhooks_can_make_no_token",
+            "tests/tasks/security/test_keyring.py::test_no_valid_token_can_be_made_with_a_webhook_secret",
         ),
     ),
     # -- tenants -------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ TABLE = [
         (
             f"{ATTACK}one tenant asks without pause",
             f"{ATTACK}anybody asks for the health",
-            f"{CONNECTION}test_where_there_are_keys_no_owner_has_all_threads_or_all_places_for_waiting",
+            f"{CONNECTION}test_with_keys_required_one_owner_gets_only_a_share_of_threads_and_waiting_places",
             f"{STREAMS}test_waiting_ends_with_the_job_and_holds_no_thread",
             "tests/app/server/test_fair_pool.py::test_no_owner_holds_more_than_its_share",
         ),
@@ -208,7 +208,7 @@ TABLE = [
         "a client that does not read what it follows",
         "it is closed when its buffer is full, and others get theirs",
         "its buffer is free, and it may come again where it was",
-        (f"{STREAMS}test_who_does_not_read_is_closed_and_others_are_not_kept",),
+        (f"{STREAMS}test_a_slow_reader_is_disconnected_and_other_readers_get_all_events",),
     ),
     Row(
         "streams",
@@ -223,7 +223,7 @@ TABLE = [
         "they are refused with 422, or the gap is told",
         "the stream goes on from now",
         (
-            f"{STREAMS}test_what_cannot_be_followed_is_refused",
+            f"{STREAMS}test_an_invalid_stream_request_is_refused",
             f"{STREAMS}test_a_stream_reports_a_gap_first_if_requested_events_are_deleted",
             f"{STREAMS}test_a_stream_reports_a_gap_for_an_id_above_the_newest_event",
         ),
@@ -251,7 +251,7 @@ TABLE = [
         (
             f"{DELIVERIES}test_silent_receivers_do_not_delay_those_that_answer",
             f"{DELIVERIES}test_a_backlog_of_one_receiver_does_not_delay_messages_to_another",
-            f"{OUTBOUND}test_a_receiver_that_trickles_its_answer_is_given_up",
+            f"{OUTBOUND}test_a_receiver_that_sends_its_response_slowly_times_out",
             f"{OUTBOUND}test_a_body_without_end_is_not_read",
             "tests/tasks/webhooks/test_delivery_limits.py::test_a_tenant_gets_at_most_half_of_the_deliveries_at_once",
         ),
@@ -273,12 +273,12 @@ TABLE = [
         "the worker goes on, and reads a bounded part",
         "the job ends as an error of the server, or is asked for again",
         (
-            f"{SERVER}test_garbage_costs_a_retry",
-            f"{SERVER}test_an_answer_beyond_the_bound_is_given_up",
+            f"{SERVER}test_an_invalid_response_body_costs_a_retry",
+            f"{SERVER}test_a_response_that_exceeds_the_size_limit_fails_the_job",
             f"{SERVER}test_a_trickle_is_cut_at_the_deadline",
             f"{SERVER}test_a_redirect_is_not_followed",
             f"{SERVER}test_a_partly_read_response_does_not_affect_the_next_request",
-            f"{SERVER}test_an_id_that_leads_elsewhere_is_not_asked_for",
+            f"{SERVER}test_a_remote_id_that_would_change_the_path_is_not_requested",
         ),
     ),
     Row(
@@ -297,7 +297,7 @@ TABLE = [
         "refused where it is given",
         "maintenance of all others goes on",
         (
-            "tests/app/api/test_misconfigured_models.py::test_a_template_that_cannot_be_compiled_is_refused_with_its_place",
+            "tests/app/api/test_misconfigured_models.py::test_a_template_that_cannot_be_compiled_is_refused_with_its_field",
             "tests/app/api/test_descriptions.py::test_an_invalid_description_is_refused_with_a_json_pointer_and_a_remedy",
             "tests/app/api/test_descriptions.py::test_the_description_of_a_registration_is_validated_in_the_same_way",
             "tests/app/api/test_misconfigured_models.py::test_a_misconfigured_model_does_not_stop_the_maintenance_of_other_models",
@@ -316,7 +316,7 @@ TABLE = [
             f"{API}test_push.py::test_a_push_that_names_another_job_is_ignored",
             f"{API}test_push.py::test_a_push_with_a_wrong_token_gets_the_same_answer_for_known_and_unknown_jobs",
             f"{API}test_push.py::test_a_result_that_is_too_large_is_refused",
-            f"{API}test_push.py::test_a_result_that_is_too_deep_ends_the_job",
+            f"{API}test_push.py::test_a_result_that_is_nested_too_deep_fails_the_job",
         ),
     ),
     # -- broker messages -----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ TABLE = [
         "they are unpacked up to a bound",
         "they are rejected",
         (
-            "tests/tasks/extensions/test_decompression.py::test_what_does_not_is_refused_and_never_whole",
+            "tests/tasks/extensions/test_decompression.py::test_a_message_over_the_size_limit_is_refused_and_never_decompressed_completely",
             "tests/tasks/extensions/test_decompression.py::test_a_decompressor_without_a_bound_is_refused",
         ),
     ),
@@ -381,10 +381,10 @@ TABLE = [
         "nothing was done",
         (
             f"{API}test_access.py::test_another_sites_page_cannot_change_anything",
-            f"{API}test_access.py::test_what_a_form_can_send_is_refused",
+            f"{API}test_access.py::test_a_content_type_that_an_html_form_can_send_is_refused",
             f"{API}test_access.py::test_a_name_that_was_bound_to_this_machine_is_refused",
             f"{API}test_hostile_requests.py::test_responses_forbid_framing_and_content_sniffing",
-            f"{GUARD}test_who_is_let_in",
+            f"{GUARD}test_the_host_guard_accepts_or_refuses_each_request_by_its_headers",
             f"{GUARD}test_the_host_guard_checks_every_request",
         ),
     ),
@@ -402,7 +402,7 @@ TABLE = [
         "422, with the field",
         "nothing is called so",
         (
-            f"{API}test_hostile_requests.py::test_a_tenants_name_can_be_shown_and_asked_for",
+            f"{API}test_hostile_requests.py::test_a_tenant_name_that_cannot_be_displayed_or_requested_is_refused",
             f"{ENDPOINTS}test_an_endpoint_at_a_metadata_address_is_refused_in_every_notation_of_the_host",
             f"{ENDPOINTS}test_an_endpoint_at_this_api_is_refused_in_every_notation_of_the_host",
             f"{ENDPOINTS}test_the_keys_of_an_endpoint_are_kept_where_the_server_is_called_from_and_nowhere_else",
@@ -416,7 +416,7 @@ TABLE = [
         "it is offered for download as bytes, under a harmless name; 404",
         "the page drew pictures alone, and its policy allows nothing more",
         (
-            "tests/app/test_result_files.py::test_what_a_browser_could_run_is_only_offered_to_be_saved",
+            "tests/app/test_result_files.py::test_a_file_that_a_browser_could_execute_is_only_offered_as_a_download",
             "tests/app/test_result_files.py::test_a_tenant_sees_no_file_of_anothers_job",
             "tests/app/test_result_files.py::test_only_a_bounded_part_of_a_large_result_is_searched_for_files",
         ),
@@ -428,9 +428,9 @@ TABLE = [
         "they are shown as text",
         "the terminal obeyed nothing",
         (
-            f"{TERMINAL}test_what_a_command_prints_is_text_and_nothing_else",
+            f"{TERMINAL}test_the_output_of_a_command_contains_no_control_characters",
             f"{TERMINAL}test_json_is_the_same_value_and_holds_no_controls",
-            f"{TERMINAL}test_a_refusal_is_text_too",
+            f"{TERMINAL}test_an_error_of_the_api_is_printed_without_control_characters",
             "tests/slotkeeper/test_logs.py::test_long_values_are_cut_and_unprintable_characters_are_escaped",
             "tests/slotkeeper/serve/test_exact.py::test_the_text_of_an_error_is_logged_only_at_level_debug",
         ),

@@ -27,14 +27,16 @@ _SETTINGS = HypothesisSettings(
 )
 
 
-@pytest.mark.timeout(400)  # for a machine that has much else to do
+@pytest.mark.timeout(400)  # for a loaded machine
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize(
     ("settings", "examples"),
-    [({}, _EXAMPLES), ({"REQUIRE_KEYS": "true"}, 1)],  # Keys change who may ask, not what.
+    [({}, _EXAMPLES), ({"REQUIRE_KEYS": "true"}, 1)],  # Keys change who may send requests, not the requests.
     ids=["without keys", "with keys"],
 )
-def test_what_the_document_says_is_so(api: Api, settings: dict[str, str], examples: int, mode: GenerationMode) -> None:
+def test_each_response_matches_the_openapi_document(
+    api: Api, settings: dict[str, str], examples: int, mode: GenerationMode
+) -> None:
     headers = api.tenant("boss", admin=True)
     answer = api.client.put(f"/admin/model-configs/{MODEL}", json={}, headers=headers)
     assert answer.status_code == 200, answer.text

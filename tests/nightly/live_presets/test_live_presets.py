@@ -57,7 +57,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
         yield Running(live, url, Blocking(ServerAdapter(url + live.path, description), loop))
 
 
-def test_a_job_is_done_with_its_result(running: Running):
+def test_a_job_completes_with_its_result(running: Running):
     outcome = running.ended("good")
     assert outcome.kind is OutcomeKind.DONE, outcome
     if running.live.result is not None:
@@ -65,18 +65,18 @@ def test_a_job_is_done_with_its_result(running: Running):
 
 
 @pytest.mark.parametrize("which", ["wrong", "boom"])
-def test_what_goes_wrong_means_what_the_preset_says(running: Running, which: str):
+def test_a_failed_job_has_the_outcome_of_its_preset(running: Running, which: str):
     outcome = running.ended(which)
     assert outcome.kind is running.live.becomes[which], outcome
 
 
-def test_a_job_right_after_a_failed_one_is_answered(running: Running):
+def test_a_job_right_after_a_failed_one_completes(running: Running):
     for _ in range(10):
         assert running.ended("boom").kind is running.live.becomes["boom"]
         assert running.ended("good").kind is OutcomeKind.DONE
 
 
-def test_health_is_up_and_under_a_job_it_is_not_down(running: Running):
+def test_health_is_up_and_stays_up_during_a_job(running: Running):
     if running.server.description.health is None:
         pytest.skip("this preset has no health check")
     assert running.server.health().kind is HealthKind.UP
@@ -105,7 +105,7 @@ def test_a_run_can_be_canceled(running: Running):
     assert found[0].kind is OutcomeKind.CANCELED
 
 
-def test_it_is_recognized(running: Running):
+def test_the_server_is_recognized(running: Running):
     if not running.live.recognized:
         pytest.skip("it shows no sign of what it is")
     found = run_with_http_client(partial(recognize, running.url))

@@ -201,7 +201,7 @@ def test_n_a_job_is_completed(played: Played, note: Callable[[str], None]):
     note("ok")
 
 
-def test_c_the_slot_of_a_canceled_run_is_used_again_soon(played: Played, note: Callable[[str], None]):
+def test_c_the_slot_of_a_canceled_run_is_soon_reused(played: Played, note: Callable[[str], None]):
     job = played.submit("canceled", LONG_S)
     played.begun("canceled")
     assert played.cluster.api.call("POST", f"/queue/jobs/{job}/cancel").ok
@@ -212,7 +212,7 @@ def test_c_the_slot_of_a_canceled_run_is_used_again_soon(played: Played, note: C
     note(f"ok {took:.1f} s")
 
 
-def test_d_the_slot_of_a_run_whose_time_is_over_is_used_again_soon(played: Played, note: Callable[[str], None]):
+def test_d_the_slot_of_a_run_that_timed_out_is_soon_reused(played: Played, note: Callable[[str], None]):
     job = played.submit("late", LONG_S, ttl=2)
     played.begun("late")
     following = played.submit("after late")
@@ -222,7 +222,7 @@ def test_d_the_slot_of_a_run_whose_time_is_over_is_used_again_soon(played: Playe
     note(f"ok {took:.1f} s")
 
 
-def test_f_the_servers_words_are_kept_in_the_error(played: Played, note: Callable[[str], None]):
+def test_f_the_error_quotes_the_server(played: Played, note: Callable[[str], None]):
     job = played.submit("boom")
     row = played.cluster.until(job, "dead", 30)
     message = row.error_message or ""
@@ -240,7 +240,7 @@ def test_h_a_restart_under_load_ends_every_job_once(played: Played, note: Callab
     note(f"ok, {sum(row.crashes for row in rows)} crash")
 
 
-def test_r_an_orderly_restart_of_the_worker_runs_nothing_twice_at_once(played: Played, note: Callable[[str], None]):
+def test_r_a_graceful_restart_of_the_worker_runs_no_job_twice_at_once(played: Played, note: Callable[[str], None]):
     job = played.submit("restart", LONG_S)
     played.begun("restart")
     (worker,) = played.cluster.ensure_workers(1)
@@ -253,7 +253,7 @@ def test_r_an_orderly_restart_of_the_worker_runs_nothing_twice_at_once(played: P
     note(f"ok, {len(happened) // 2} runs")
 
 
-def test_s_a_server_that_starts_under_waiting_jobs_costs_them_nothing(played: Played, note: Callable[[str], None]):
+def test_s_waiting_jobs_spend_no_retry_while_their_server_starts(played: Played, note: Callable[[str], None]):
     played.server.halt()
     jobs = [played.submit(f"wait {n}") for n in range(40)]
     played.server.start()

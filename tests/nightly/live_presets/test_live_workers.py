@@ -111,7 +111,7 @@ def _ended_once(cluster: Cluster, model: str, job: str) -> Job:
 
 
 @pytest.mark.parametrize("case", _wanted_cases(), ids=str)
-def test_a_job_whose_worker_is_killed_under_it_ends_once(cluster: Cluster, tmp_path: Path, case: Case):
+def test_a_job_whose_worker_is_killed_ends_once(cluster: Cluster, tmp_path: Path, case: Case):
     live, gate = _live(case.preset, case.package), tmp_path / "gate"
     runs = Path(f"{gate}.runs")
     model = f"killed-under-{case}"

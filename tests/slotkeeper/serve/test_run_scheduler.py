@@ -329,9 +329,9 @@ def test_slots_hold_under_threads():
 class Sequences(RuleBasedStateMachine):
     """Any order of calls, ends and cancels keeps the four promises, checked against a plain list of what happened."""
 
-    @initialize(slots=st.integers(1, 3), capacity=st.integers(0, 3))
-    def begin(self, slots: int, queue: int) -> None:
-        self.engine, self.slots, self.queue = RunScheduler(slots, queue), slots, queue
+    @initialize(slots=st.integers(1, 3), max_waiting=st.integers(0, 3))
+    def begin(self, slots: int, max_waiting: int) -> None:
+        self.engine, self.slots, self.max_waiting = RunScheduler(slots, max_waiting), slots, max_waiting
         self.running: list[Run] = []
         self.waiting: list[Run] = []
         self.completed: set[tuple[bool, str]] = set()
@@ -349,14 +349,14 @@ class Sequences(RuleBasedStateMachine):
                 assert full
                 assert not dispatcher
                 self.waiting.append(run)
-                assert position == len(self.waiting) <= self.queue
+                assert position == len(self.waiting) <= self.max_waiting
             case AlreadyKnown(run):
                 assert run in self.running + self.waiting or run.key in self.completed
             case Busy():
                 assert full
                 assert dispatcher
             case QueueFull():
-                assert len(self.waiting) == self.queue
+                assert len(self.waiting) == self.max_waiting
                 assert not dispatcher
 
     @precondition(lambda self: self.running)
@@ -380,7 +380,7 @@ class Sequences(RuleBasedStateMachine):
         now = self.engine.health()
         assert sorted(now.job_ids) == sorted(run.job_id for run in self.running)
         assert len({run.slot for run in self.running}) == len(self.running) <= self.slots
-        assert now.direct_queue == len(self.waiting) <= self.queue
+        assert now.direct_queue == len(self.waiting) <= self.max_waiting
 
 
 test_sequences: Callable = Sequences.TestCase

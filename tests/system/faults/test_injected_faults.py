@@ -115,15 +115,15 @@ def stores(tmp_path: Path, proxy: Proxy) -> Iterator[Cluster]:
 def test_a_failover_of_redis_loses_the_latest_writes(stores: Cluster) -> None:
     one = fault(Kind.STALE, "redis")
     for key in ("first", "second"):  # a failover to the replica, and one back
-        with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
-            queue.set(key, "1")
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as redis:
+            redis.set(key, "1")
             mend = _struck(stores, one)
-            queue.set(f"after {key}", "1")
+            redis.set(f"after {key}", "1")
         mend()
-        with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
-            assert queue.get(key) == b"1"
-            assert queue.get(f"after {key}") is None
-            assert queue.set("new", "1")
+        with Redis.from_url(stores.redis_url, socket_timeout=5) as redis:
+            assert redis.get(key) == b"1"
+            assert redis.get(f"after {key}") is None
+            assert redis.set("new", "1")
 
 
 def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
@@ -137,9 +137,9 @@ def _struck(stack: Cluster, one: Fault) -> fault_injection.Undo:
             return False
         return True
 
-    with Redis.from_url(stack.redis_url, socket_timeout=5) as queue:
-        wait_until(lambda: queue.info("replication")["connected_slaves"] == 1)
-        wait_until(lambda: queue.wait(1, 1000) == 1)
+    with Redis.from_url(stack.redis_url, socket_timeout=5) as redis:
+        wait_until(lambda: redis.info("replication")["connected_slaves"] == 1)
+        wait_until(lambda: redis.wait(1, 1000) == 1)
     wait_until(strikes)
     return found[0]
 
@@ -152,19 +152,19 @@ def test_a_replica_refuses_writes(stores: Cluster) -> None:
 
 
 def test_a_flush_deletes_the_data_of_redis(stores: Cluster) -> None:
-    with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
-        queue.set("a", "1")
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as redis:
+        redis.set("a", "1")
         ACTS[Kind.FLUSH](stores, fault(Kind.FLUSH, "redis"))()
-        assert queue.get("a") is None
+        assert redis.get("a") is None
 
 
 def test_a_full_redis_takes_nothing_until_that_is_mended(stores: Cluster) -> None:
-    with Redis.from_url(stores.redis_url, socket_timeout=5) as queue:
+    with Redis.from_url(stores.redis_url, socket_timeout=5) as redis:
         mend = ACTS[Kind.FULL](stores, fault(Kind.FULL, "redis"))
         with pytest.raises(OutOfMemoryError):
-            queue.set("a", "1")
+            redis.set("a", "1")
         mend()
-        assert queue.set("a", "1")
+        assert redis.set("a", "1")
 
 
 # -- people ------------------------------------------------------------------------------------------------

@@ -87,13 +87,13 @@ def test_up_starts_all_processes_and_ctrl_c_stops_them(installation: Installatio
         ):
             assert place in up.printed
         password = (installation.home / "flower-password").read_text().strip()
-        queue = (installation.home / "valkey-password").read_text().strip()
+        valkey_password = (installation.home / "valkey-password").read_text().strip()
         commands = installation.processes().values()
-        assert not [command for command in commands if password in command or queue in command]
+        assert not [command for command in commands if password in command or valkey_password in command]
         kept = [installation.home, *installation.home.rglob("*")]
         assert [path for path in kept if path.lstat().st_mode & 0o077] == []
         logged = "".join(log.read_text() for log in (installation.home / "logs").iterdir())
-        assert password not in logged and queue not in logged
+        assert password not in logged and valkey_password not in logged
 
         (yours,) = re.findall(r"yours: +(\S.*)", up.printed)
         elsewhere = {"PATH": os.defpath, "COLUMNS": "200"}  # a second terminal, in the same folder

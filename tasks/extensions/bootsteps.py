@@ -8,7 +8,7 @@ from celery import beat, bootsteps
 from celery.signals import worker_shutting_down
 from celery.worker import state
 
-from slotkeeper.process import singleton, tune_garbage_collection
+from slotkeeper.process import singleton
 from tasks import liveness, offer_messages
 from tasks.celery_app import celery
 from tasks.extensions.canary import Canary, consume
@@ -89,7 +89,6 @@ class JobsStep(bootsteps.StartStopStep):
         super().__init__(parent, **kwargs)
 
     def start(self, parent: Any) -> None:
-        tune_garbage_collection()
         if "celery" not in celery.amqp.queues.consume_from:
             return  # A worker for maintenance or other tasks only.
         this_worker().max_runs = parent.pool.limit  # from the option `-c`, or from worker_concurrency

@@ -1,4 +1,4 @@
-"""Handlers of Celery's signals: logs, start-up checks, liveness.
+"""Handlers of Celery's signals: logs, start-up checks, liveness, garbage collection.
 
 Flower loads only this module, so it imports the others inside the handlers.
 """
@@ -9,6 +9,7 @@ from celery.signals import beat_init, setup_logging, worker_init, worker_ready
 
 from slotkeeper import logs
 from slotkeeper.config import exit_if_refused
+from slotkeeper.process import tune_garbage_collection
 from tasks.config import TaskSettings
 
 
@@ -26,6 +27,11 @@ def _report_maintenance(**_: object) -> None:
 
     if QUEUE in celery.amqp.queues.consume_from:
         _start_reporting("maintenance")
+
+
+@worker_ready.connect
+def _tune_garbage_collection(**_: object) -> None:
+    tune_garbage_collection()
 
 
 def _start_reporting(role: str) -> None:

@@ -28,7 +28,8 @@ def subject_of(entry: OutboxEvent) -> str:
     return "slotkeeper"
 
 
-def _to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
+def to_json(entry: OutboxEvent, source: str) -> str:
+    """Return an event as a CloudEvent in JSON, which `source` and its `id` identify."""
     event, subject = entry.event, subject_of(entry)
     at = iso_time(event.at_ms)
     cloudevent = {
@@ -44,12 +45,7 @@ def _to_cloudevent(entry: OutboxEvent, source: str) -> dict[str, Any]:
     }
     if event.data.get("why") in _RETRIED_REASONS:
         cloudevent["alias"] = _FAILED
-    return cloudevent
-
-
-def to_json(entry: OutboxEvent, source: str) -> str:
-    """Return an event as a CloudEvent in JSON, which `source` and its `id` identify."""
-    return orjson.dumps(_to_cloudevent(entry, source)).decode()
+    return orjson.dumps(cloudevent).decode()
 
 
 def event_data(entry: OutboxEvent) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 The events are made from the outbox and not by the workers, so they include jobs that are queued or delayed.  Each event
 has all fields of its task and the times of its run, because a receiver may have started after the earlier events.  So
 of several transitions of a job in one batch only the last is published; a receiver would show the others very briefly.
-Of many jobs that are queued at once only the first are published: nobody reads a list that grows so fast, and the
-receiver would compete with the jobs for the processor.
+Of many jobs that are queued at once only the first are published: a list that grows so fast cannot be read, and the
+relay and the receiver would compete with the jobs for the processor.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -78,6 +78,10 @@ class _Transition(NamedTuple):
     sent_s: float | None
 
     @property
+    def job_id(self) -> str:
+        return self.entry.event.job_id
+
+    @property
     def at_s(self) -> float:
         return self.entry.event.at_ms / 1000
 
@@ -120,8 +124,8 @@ class TaskEventSink:
             self._runs.clear()
             return
         transitions = self._last_transitions([item.entry for item in batch if item.type in TRANSITION_TYPES])
-        results = self._read_results(item.entry.event.job_id for item in transitions if item.type == "task-succeeded")
-        self._send_all([_task_event(item, results.get(item.entry.event.job_id, "")) for item in transitions])
+        results = self._read_results([last.job_id for last in transitions if last.type == "task-succeeded"])
+        self._send_all([_task_event(last, results.get(last.job_id, "")) for last in transitions])
 
     def _last_transitions(self, entries: Sequence[OutboxEvent]) -> list[_Transition]:
         """Return the last transition of each job, in order; of jobs that were submitted, only the first _MAX_SENT."""
@@ -204,9 +208,8 @@ class TaskEventSink:
             )
         return self._dispatcher
 
-    def _read_results(self, completed: Iterable[str]) -> dict[str, str]:
+    def _read_results(self, ids: Sequence[str]) -> dict[str, str]:
         """Return the beginnings of the results of these jobs, by job."""
-        ids = list(completed)
         if not ids:
             return {}
         with self._database.read() as connection:
@@ -259,15 +262,13 @@ def _task_event_type(entry: OutboxEvent) -> str | None:
 
 def _task_event(transition: _Transition, result: str) -> _TaskEvent:
     """Return the task event of a transition.  `result`: of a completed job."""
-    type_, (event, model, *_), run, sent_s = transition
-    task = _task(event.job_id, model, event.attempt, transition.at_s)
-    if sent_s is not None:
-        task["sent"] = sent_s
-    if type_ in ("task-sent", "task-started"):
-        return _TaskEvent(type_, CLIENT_HOSTNAME if run is None else run.worker, task)
-    if run is not None:
+    event, run = transition.entry.event, transition.run
+    task = _task(event.job_id, transition.entry.model, event.attempt, transition.at_s)
+    if transition.sent_s is not None:
+        task["sent"] = transition.sent_s
+    if run is not None and transition.type != "task-started":
         task |= {"received": run.began_s, "started": run.began_s}
-    match type_:
+    match transition.type:
         case "task-succeeded":
             task["result"] = result
             if run is not None:
@@ -275,9 +276,9 @@ def _task_event(transition: _Transition, result: str) -> _TaskEvent:
         case "task-revoked":
             expired = event.type == EVENT_TYPES[State.EXPIRED]
             task |= {"terminated": run is not None, "signum": None, "expired": expired}
-        case _:
+        case "task-failed" | "task-retried":
             task |= {"exception": _reason(event.data), "traceback": ""}
-    return _TaskEvent(type_, CLIENT_HOSTNAME if run is None else run.worker, task)
+    return _TaskEvent(transition.type, CLIENT_HOSTNAME if run is None else run.worker, task)
 
 
 def _is_submit(entry: OutboxEvent) -> bool:
